@@ -1,9 +1,9 @@
 """A content: what a storage held at one version. A ticket: a view of it, which is what autograd holds.
 
 A content knows two things. *How it was made*: a :class:`Call`, known in forward only and never on the tape. *Where it
-is*: nowhere yet; a ``tensor``; or ``make(*inputs, **named)``, whose inputs are tickets of other contents, codes, or
-what a hook outside made of the tensor. Every change of mind (a sweep, a freeze before a write, a code that is
-forgotten) replaces the second in place: the holders of tickets do not notice.
+is*: nowhere yet; a ``tensor`` that is kept; or recomputed by ``make(*inputs, **named)``, whose inputs are tickets of
+other contents, codes, or what a hook outside made of the tensor. Every change of mind (a sweep, a freeze before a
+write, a code that is forgotten) replaces the second in place: the holders of tickets do not notice.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ COUNTED = "_memsave_counted"
 
 
 class Call:
-    """How a tensor was made: ``func(*args, **kwargs)``.
+    """The call ``func(*args, **kwargs)`` that made a tensor.
 
     ``seen`` are the tensors among the arguments, each with its version; where the call ``has_ghosts``, as its result is
-    kept, ghosts stand for those that are not small. ``number`` is alike in every forward that does alike.
+    kept, ghosts stand for those that are not small. ``number`` is equal in forwards whose calls so far are.
     """
 
     __slots__ = ("func", "args", "kwargs", "seen", "number", "has_ghosts")
@@ -45,7 +45,7 @@ class Call:
 
 
 class Content(Handle):
-    """See above. One is made at most cheap calls, so it has slots, all of them filled: nothing is looked up twice.
+    """What a storage held at one version: see above. Most cheap calls make one, so it has slots, all of them filled.
 
     ``owner`` is the lock of the hook context that it belongs to; None for parameters and buffers.
     """
@@ -53,7 +53,7 @@ class Content(Handle):
     __slots__ = (
         "owner", "call", "tensor", "at", "make", "inputs", "named", "view", "is_handed_on", "is_lossy", "is_kept",
         "nbytes_code", "work", "depth", "first", "reads", "uses", "users", "shared", "version", "dtype", "stride",
-        "nbytes", "is_input", "is_activation", "is_unversioned", "readers", "parts", "remakes", "views",
+        "nbytes", "is_input", "is_activation", "is_unversioned", "readers", "parts", "recomputable", "views",
     )  # fmt: skip
 
     #: Of storages that a sharding engine fills: see :class:`Sharded`.
@@ -74,7 +74,7 @@ class Content(Handle):
         self.is_kept = False  # its bytes are held: by its tensor, a hook outside, or the model's caller (`is_input`)
         self.nbytes_code = 0  # what is kept instead of a tensor, until that is kept anyway
 
-        # What may build on it: functions that a remake runs, how deep they nest, the earliest block that it builds on.
+        # What it takes to recompute it: functions, how deep they nest, and the earliest block that it builds on.
         self.work = self.depth = 0
         self.first = sys.maxsize
         self.reads: Any = ()  # storages of parameters: FSDP1 may free them
@@ -96,31 +96,31 @@ class Content(Handle):
         # Who depends on it, weakly.
         self.readers: Any = ()  # contents with it among their inputs
         self.parts: Any = ()  # what stands in for it
-        self.remakes: Any = ()  # contents that are kept, though it alone would give them
+        self.recomputable: Any = ()  # contents that are kept, though it alone would give them
         self.views: Any = ()  # what holds views of `tensor` for as long as that is kept
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, on its storage, is a view of it."""
+        """Return whether ``tensor``, on its storage, is a view of it."""
         dtype = self.dtype
         if self.version != tensor._version or tensor.dtype is not dtype or tensor.is_neg():
             return False
         return not (dtype.is_complex and tensor.is_conj())
 
     def holders(self) -> int:
-        """How many may ask for it in backward: tickets of graphs that were left are gone, and not counted."""
+        """Return how many may ask for it in backward; tickets of graphs that are gone do not count."""
         return self.uses + sys.getrefcount(self.users) - sys.getrefcount(_NEW.users)
 
     def is_there(self) -> bool:
-        """Whether what it reads was not freed: what is there after its own block, is there in backward."""
+        """Return whether no parameter that it reads was freed: one that outlives its block is there in backward."""
         return not self.reads or all(storage.nbytes() for storage in self.reads)
 
     def freed_by_keeping(self, version: int, calls: list[int]) -> int:
-        """Return the bytes that others would not keep if the storage itself were kept, as it is at ``version``.
+        """Return the bytes that others would forget if the storage were kept as it is at ``version``.
 
-        The numbers of calls on which that depends are added to ``calls``.
+        The numbers of the calls on which that depends are added to ``calls``.
         """
         freed = sum(part.nbytes_code for part in alive(self.parts))
-        for one in alive(self.remakes):
+        for one in alive(self.recomputable):
             if one.is_kept and (call := one.call) is not None:
                 if any(type(x) is Ghost and x.version == version for x, _ in call.seen):
                     freed += one.nbytes
@@ -130,9 +130,9 @@ class Content(Handle):
     # Changes of mind
 
     def become(self, make: Callable[..., Tensor], inputs: Any, named: Any = None, block: int = sys.maxsize) -> None:
-        """Be ``make(*inputs, **named)`` from now on, which ``block`` runs: forget its tensor, and how it was made.
+        """Recompute it by ``make(*inputs, **named)`` from now on: forget its tensor, and the call that made it.
 
-        Inputs that are contents or tickets of others are given to :meth:`builds_on` as they are found.
+        ``block`` is the number of the block that asks. :meth:`builds_on` is told of inputs that are other contents.
         """
         self.call, self.make, self.inputs, self.named = None, make, inputs, named
         self.tensor, self.is_handed_on, self.is_lossy, self.nbytes_code = None, False, False, 0
@@ -143,7 +143,7 @@ class Content(Handle):
                 view.forget()
 
     def keep(self, tensor: Tensor) -> None:
-        """It is ``tensor`` from now on."""
+        """Keep ``tensor`` from now on: it is this content."""
         # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
         self.tensor, self.at, self.is_kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version, True
         if self.make is not None:
@@ -158,19 +158,19 @@ class Content(Handle):
         self.is_handed_on = self.is_kept = True
 
     def forget_code(self, content: Content) -> None:
-        """Where it is a code: ask ``content``, which gives the tensor that this stands in for, from now on."""
+        """Forget the code that this is: ``content`` gives the tensor that it was kept instead of from now on."""
         if content.is_handed_on:
             content.uses += 1
         self.become(same, [content if content.is_handed_on else Ticket(content, self.view)])
 
     def freeze(self) -> None:
-        """Remake it now, and keep the result: an input is about to be written to."""
+        """Recompute it now, and keep the result: an input is about to be written to."""
         with self.owner:
             if self.make is not None and not self.is_handed_on:
                 self.keep(self._made())
 
     def builds_on(self, other: Content) -> None:
-        """``other`` gives an input."""
+        """Count ``other``, which gives an input, in what it takes to recompute this."""
         self.work += other.work
         if self.depth <= other.depth:
             self.depth = other.depth + 1
@@ -183,7 +183,7 @@ class Content(Handle):
     # Backward
 
     def get(self) -> Tensor:
-        """The view that was kept, or all of it; made once per backward, and again if it was written to since."""
+        """Return the tensor: a kept one itself, else one that is recomputed once a backward, and after each write."""
         tensor = self.tensor
         if tensor is not None:
             if tensor._version != self.at:
@@ -198,7 +198,7 @@ class Content(Handle):
             return shared.get(self)
 
     def _made(self) -> Tensor:
-        """Its tensor, remade without gradients, and without autocast: its casts stand among the calls."""
+        """Recompute its tensor, without gradients, and without autocast, whose casts were recorded as calls."""
         if self.is_handed_on:
             return self.make(*self.inputs)
         if torch.is_grad_enabled() or any_autocast():
@@ -229,7 +229,7 @@ class Content(Handle):
 
 
 class _Shared:
-    """What one backward has made of a content, until the last of those who may ask for it has asked."""
+    """The tensor that one backward has recomputed for all holders of a content, until the last one has asked."""
 
     __slots__ = ("task", "left", "out", "version", "stream", "__weakref__")
 
@@ -239,7 +239,7 @@ class _Shared:
         self.version, self.stream = 0, None
 
     def get(self, content: Content) -> Tensor:
-        """Return what was made, made again where it was written to since."""
+        """Return the tensor, recomputed where it is not there yet, or was written to since."""
         self.left -= 1
         out = self.out
         if out is None or out._version != self.version:
@@ -273,7 +273,7 @@ class Ticket(Handle):
         self.shape, self.stride, self.offset = view.shape, view.stride(), view.storage_offset()
 
     def get(self) -> Tensor:
-        """The view, of the same size, stride and offset as the one that was kept."""
+        """Return the view, with the size, strides and offset of the one that was packed."""
         content = self.content
         out = content.tensor
         if out is None or out._version != content.at:  # not quickly
@@ -299,12 +299,12 @@ class KeptView(Handle):
             content.views = with_ref(views, self)
 
     def forget(self) -> None:
-        """Hold no bytes any more, but a ticket."""
+        """Forget the tensor, for a ticket."""
         if (view := self.tensor) is not None:
             self.ticket, self.tensor = Ticket(self.content, view), None
 
     def get(self) -> Tensor:
-        """The very tensor that was kept; what its content is remade by, if that is not kept any more."""
+        """Return the very tensor that was kept; or the view that its content recomputes, if it is kept no more."""
         tensor, ticket = self.tensor, self.ticket
         if ticket is not None:
             return ticket.get()
@@ -332,27 +332,27 @@ PARAMETER, BUFFER = Content(None), Content(None)
 
 
 def linked(storage: Any, mark: str = MARK) -> Content | None:
-    """The content that a storage carries: by a weak reference, once it is on the tape."""
+    """Return the content that ``storage`` carries: once that is on the tape, by a weak reference."""
     link: Any = getattr(storage, mark, None)
     return link() if type(link) is weakref.ref else link
 
 
 def contents_on(storage: Any) -> Iterator[Content]:
-    """What tapes know of it, those of blocks within that of the model too."""
+    """Yield the contents of ``storage``, of the model's tape and of those of checkpointed blocks within."""
     for depth in range(_DEEPEST):
         if (content := linked(storage, MARK + depth * "_")) is not None:
             yield content
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether it is one, or a view of one, which has its version."""
+    """Return whether ``tensor`` is a parameter, or a view of one, which shares its version."""
     base = tensor._base
     whole = tensor if base is None else base
     return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python
 
 
 def fetched(inputs: Iterable[Any]) -> list[Any]:
-    """Inputs, with tensors in place of handles."""
+    """Return ``inputs`` with tensors in place of handles, in lists too."""
     found = []
     for a in inputs:
         if isinstance(a, Handle):
@@ -366,7 +366,7 @@ def fetched(inputs: Iterable[Any]) -> list[Any]:
 
 
 def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
-    """An argument, with ``fn`` of each tensor and ghost in it."""
+    """Return ``argument`` with ``fn(x)`` in place of each tensor and ghost x in it."""
     if isinstance(argument, (Tensor, Ghost)):
         return fn(argument)
     if type(argument) not in (list, tuple):
@@ -375,10 +375,10 @@ def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def with_ref(refs: Any, item: Any) -> Any:
-    """Weak references, in a list that this gave or none, and one to ``item``; those to what is gone go now and then.
+    """Add a weak reference to ``item`` to ``refs``, a list that this returned or an empty tuple.
 
     Returns:
-        At most twice as many as are alive, or a few. A ``WeakSet`` takes several times as long.
+        The list, of at most twice as many as are alive, or a few. A ``WeakSet`` takes several times as long.
     """
     if not refs:
         return [weakref.ref(item)]
@@ -389,17 +389,17 @@ def with_ref(refs: Any, item: Any) -> Any:
 
 
 def alive(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
-    """What weak references refer to, as far as it is alive."""
+    """Yield what weak references refer to, as far as it is alive."""
     return (one for ref in refs if (one := ref()) is not None)
 
 
 def same(tensor: Tensor) -> Tensor:
-    """The tensor."""
+    """Return ``tensor``: a content that another one gives is recomputed by this."""
     return tensor
 
 
 def _without_class(tensor: Tensor) -> Tensor:
-    """``tensor`` as one of none: its class had its say in the forward."""
+    """Return ``tensor`` as a plain one: its class had its say in the forward."""
     with no_subclasses():
         return tensor.detach()
 
@@ -410,7 +410,7 @@ def _drop(shared: weakref.ref[_Shared]) -> None:
 
 
 def _fetched(fetch: Callable[[Any], Tensor], stride: Any, shape: Any, versions: list[int], packed: Any) -> Tensor:
-    """What a hook outside gives back, as it lay in memory."""
+    """Return what a hook outside gives back, with the strides that it was packed with."""
     out = fetch(packed)
     if type(out) is not Tensor and is_plain(out) and not isinstance(out, nn.Parameter):
         out = _without_class(out)

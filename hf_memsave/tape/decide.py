@@ -1,6 +1,6 @@
-"""What it costs to have a tensor in backward: new bytes, and functions to run. It is computed each time it is asked.
+"""The price of having a tensor in backward: new bytes, and functions to run. It is computed each time it is asked.
 
-Each tensor that it was made from is kept already, or remade in turn, or kept now, whichever is less.
+Each argument of the call that made it is kept already, or recomputed in turn, or kept now, whichever is less.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hf_memsave.tape.content import Content
 from hf_memsave.tape.parameters import is_available, is_copied
 from hf_memsave.tape.storage import Storages
 
-#: How many calls may be looked at for each other, and how many may nest in a content that is built on. Remaking a
+#: How many calls may be looked at for each other, and how many may nest in a content that is built on. Recomputing a
 #: tensor then nests twice as many at most, five of Python's frames each, of which there are 1000.
 MOST_DEPTH = 64
-#: How many blocks back a tensor may be remade from. A chain through all of them (an fp32 residual sum, remade from the
-#: sum before it) would cost a step's time, and its peak.
+#: How many blocks back a tensor may be recomputed from. A chain through all of them (an fp32 residual sum, recomputed
+#: from the sum before it) would cost a step's time, and its peak.
 SPAN = 2
 New = dict[int, int]
 
 
 class Price:
-    """One question: what having contents newly keeps (address of a storage -> bytes), and how many functions run."""
+    """Price contents: bytes that would be kept newly, by the address of their storage, and functions to run."""
 
     def __init__(self, storages: Storages) -> None:
         self.storages, self.left, self.depth = storages, 4 * storages.most_work, 0
@@ -33,7 +33,7 @@ class Price:
         self.looked_at: list[int] = []  # the numbers of the calls that the answer depends on
 
     def of_call(self, content: Content, known: Collection[int] = (), most: int | None = None) -> tuple[New, int] | None:
-        """Of remaking it by ``most`` functions, where ``known`` storages are there anyway; None if it cannot be."""
+        """Price recomputing ``content`` by ``most`` functions, if ``known`` storages are kept; None if it cannot be."""
         most = self.storages.most_work if most is None else most
         self.left -= 1
         new: New = {}
@@ -55,7 +55,7 @@ class Price:
     def of(
         self, x: Tensor, content: Content, known: Collection[int] = (), func: Any = None, most: int | None = None
     ) -> tuple[New, int]:
-        """Of having ``x`` as an argument of ``func``."""
+        """Price having ``x``, whose content this is, as an argument of ``func``: kept or recomputed."""
         storage = x.untyped_storage()
         if content.owner is None:
             return self._of_parameter(x, content, func), 0
@@ -73,12 +73,12 @@ class Price:
                 found[0][id(storage)] = 0  # who else needs it, finds it there
                 return found
             self.too_dear.add(id(storage))
-        has_others = content.parts or content.remakes
+        has_others = content.parts or content.recomputable
         freed = content.freed_by_keeping(x._version, self.looked_at) if has_others else 0
         return {id(storage): max(0, storage.nbytes() - freed)}, 0
 
     def _of_parameter(self, x: Tensor, content: Content, func: Any) -> New:
-        """Nothing, or a copy's bytes; without a copy it cannot be had where a sharding engine takes it away."""
+        """Price a parameter: nothing, or its copy's bytes; no price will do where an engine takes it away uncopied."""
         key = id(x.untyped_storage())
         if not is_available(self.storages, x, content, func):
             return {key: sys.maxsize}
@@ -86,12 +86,12 @@ class Price:
 
 
 def is_near(storages: Storages, content: Content) -> bool:
-    """Whether what is asked for now may build on ``content``."""
+    """Return whether what is packed now may be recomputed from ``content``: it is not too far back, nor too deep."""
     return storages.block - content.first <= SPAN and content.depth < MOST_DEPTH and content.is_there()
 
 
 def is_cheaper(storages: Storages, content: Content, nbytes: int) -> bool:
-    """Return whether to have ``content`` made again keeps less than ``nbytes``."""
+    """Return whether recomputing ``content`` keeps less than ``nbytes``."""
     price = Price(storages)
     found = price.of_call(content)
     if found is None or sum(found[0].values()) >= nbytes:
@@ -101,7 +101,7 @@ def is_cheaper(storages: Storages, content: Content, nbytes: int) -> bool:
 
 
 def cost(storages: Storages, tensor: Tensor) -> int:
-    """Return the bytes that having ``tensor`` in backward would add to what is kept; the next forward asks likewise."""
+    """Return the bytes that having ``tensor`` in backward would add; the calls that decide it stay recorded."""
     if (content := storages.content_of(tensor)) is None:
         return tensor.numel() * tensor.itemsize
     price = Price(storages)

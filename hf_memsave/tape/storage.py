@@ -1,10 +1,10 @@
 """What one forward knows of storages: their contents, copies and notes, who reads them, and who must hear of a write.
 
-A content lives *on the storage it tells of*, as an attribute of the storage's Python object, which PyTorch preserves
-for as long as the storage lives. So a new tensor at the same address can never be mistaken for the old one, and there
-is no registry to purge or to lock. The link to a content that is nowhere yet is strong, so that a call that is not
-asked for dies with its tensor; so it is for two blocks to one that will be made again, as whoever asked first may be
-gone before another asks. To any other it is weak, so that the content lives as long as its tickets.
+A content lives *on its storage*, as an attribute of the storage's Python object, which PyTorch preserves for as long
+as the storage lives. So a new tensor at the same address can never be mistaken for the old one, and there is no
+registry to purge or to lock. The link to a content that is nowhere yet is strong: a call that is not asked for dies
+with its tensor. For two blocks it is strong to one that is recomputed, as the first ticket may be gone before another
+is asked for. To any other it is weak: the content lives as long as its tickets.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hf_memsave.tape.wrappers import parts_of
 
 #: What to mark the storage of a parameter with, where a sharding engine may own it.
 MarkOf = Callable[[Tensor], Content] | None
-#: Functions that remaking one tensor may run.
+#: Functions that recomputing one tensor may run.
 MOST_WORK = 64
 #: Where a storage carries what handlers wish to find again with it.
 _NOTES = "_memsave_notes"
 
 
 class Apart:
-    """Gives a content that is kept a copy of its storage before that is written to, where stock keeps another tensor.
+    """While it is alive, a write to the storage of ``tensor`` leaves ``kept`` as it was: it gets a copy before.
 
-    As long as this is alive. ``linked`` is what the storage of ``tensor`` carries, ``kept`` what holds that very view,
-    and ``hooks`` are those outside, if any.
+    For an op that keeps one tensor where stock keeps another. ``linked`` is the content that the storage carries,
+    ``kept`` the one that keeps this very view, and ``hooks`` are the saved-tensor hooks outside, if any.
     """
 
     __slots__ = ("content", "storage", "hooks", "__weakref__")
@@ -50,7 +50,7 @@ class Apart:
         linked.readers = with_ref(linked.readers, self)
 
     def freeze(self) -> None:
-        """Copy it, if it is a tensor still."""
+        """Have ``kept`` keep a copy, if it keeps the tensor still: the storage is about to be written to."""
         content, storage = self.content(), self.storage()
         if content is None or storage is None or not content.is_kept:
             return
@@ -69,7 +69,7 @@ class Apart:
 
 
 class Storages:
-    """What a tape knows. Its lock tells its contents from those of other tapes."""
+    """What a tape knows of one forward's storages. Its lock is the owner of its contents."""
 
     def __init__(self, frame: Frame, ledger: Ledger | None, calls: Calls, mark_of: MarkOf = None) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Storages:
         self._marks: list[tuple[Any, Content]] = []
 
     def close(self) -> None:
-        """Let go of all: storages that live on know the tape, which must not hold what knows them."""
+        """Forget all: storages that outlive the forward refer to the tape, which must not refer to them."""
         self.root.empty_casts()
         for storage, content in self._marks:  # parameters and buffers, unversioned for as long as the forward
             setattr(storage, self.mark, content)
@@ -115,7 +115,7 @@ class Storages:
         return self if self.around is None else self.around.root
 
     def content_of(self, tensor: Tensor) -> Any:
-        """The content of the storage, an empty one where nothing is known; None where no storage tells the tensor."""
+        """Return the content of the storage of ``tensor``, an empty one where nothing is known; None for a wrapper."""
         kind = type(tensor)
         if kind is not Tensor and kind is not nn.Parameter and not is_plain(tensor):
             return None
@@ -128,7 +128,7 @@ class Storages:
         return content if content is not None and content.owner is self.lock else self.content_on(storage, tensor)
 
     def content_on(self, storage: Any, tensor: Tensor) -> Any:
-        """:meth:`content_of` of a plain tensor, on its storage."""
+        """Return the content of ``storage``, that of a plain ``tensor``, an empty one where nothing is known."""
         link: Any = getattr(storage, self.mark, None)
         content = link() if type(link) is weakref.ref else link
         if content is None or (content.owner is not self.lock and content.owner is not None):
@@ -151,29 +151,29 @@ class Storages:
         return content
 
     def known(self, tensor: Tensor) -> Content | None:
-        """As :meth:`content_of`, where it is known: FSDP2 fills storages of parameters before they are parameters."""
+        """Return the content of ``tensor`` if one is known: FSDP2 fills storages before they are parameters'."""
         try:
             return linked(tensor.untyped_storage(), self.mark) if is_plain(tensor) else None
         except NotImplementedError:  # a sparse tensor, or one of a transform
             return None
 
     def owns(self, content: Content | None) -> bool:
-        """Whether it is one of this forward, and not of a parameter or buffer."""
+        """Return whether ``content`` is this tape's, and not that of a parameter, a buffer or another tape."""
         return content is not None and content.owner is self.lock
 
     def link(self, storage: Any, content: Content, old: Content | None = None) -> None:
-        """``content`` is on the tape, and what ``storage`` holds, as ``old`` was before: who reads that reads this."""
+        """Link ``storage`` to ``content``, which is on the tape, in place of ``old``: its readers read this now."""
         if old is not None:
             content.readers, content.parts, content.is_activation = old.readers, old.parts, old.is_activation
         setattr(storage, self.mark, weakref.ref(content))
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """Whether keeping ``tensor`` itself would cost nothing."""
+        """Return whether to keep ``tensor`` would add no bytes: its storage is kept, or a parameter's."""
         content = self.content_of(tensor)
         return content is not None and (content.owner is None or content.is_kept)
 
     def as_activation(self, tensor: Tensor) -> None:
-        """Tell that ``tensor`` depends on the batch, though no autograd node says so."""
+        """Note that ``tensor`` depends on the batch, though it requires no gradient: codecs may code it."""
         if self.owns(content := self.content_of(tensor)):
             content.is_activation = True
 
@@ -187,12 +187,12 @@ class Storages:
         return call
 
     def forget_call(self, tensor: Tensor) -> None:
-        """``tensor`` is not asked for any more, though it lives on: hold nothing that it was made from."""
+        """Forget the call that made ``tensor``, which lives on but is asked for no more, and with it the arguments."""
         if self.owns(content := self.content_of(tensor)) and not content.is_kept:
             content.call = None
 
     def notes(self, tensor: Tensor) -> dict[Any, Any]:
-        """What others wish to find again with the storage of ``tensor``, while this forward lasts."""
+        """Return the dict of what handlers note on the storage of ``tensor``, until the forward ends."""
         if not self.owns(self.content_of(tensor)):
             return {}
         storage = tensor.untyped_storage()
@@ -206,7 +206,7 @@ class Storages:
     # What is kept
 
     def keep(self, tensor: Tensor, content: Content | None = None) -> Content:
-        """A content that is ``tensor`` and nothing less: kept as it is, or by the hook outside."""
+        """Keep ``tensor`` as ``content``, or as a new one: as it is, or handed on to the hook outside."""
         if content is None:
             content = Content(self.lock)
             content.uses = 1
@@ -217,7 +217,7 @@ class Storages:
         return content
 
     def keep_instead(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> Content:
-        """Keeps ``small``, which suffices for one operation, instead of ``tensor``, until that is kept anyway."""
+        """Keep ``small``, enough for one operation's backward, instead of ``tensor``, until that is kept anyway."""
         code = Content(self.lock)
         code.become(decode or contents.same, [self.keep(small)])
         code.uses, code.view = 1, View(tensor)
@@ -227,7 +227,7 @@ class Storages:
         return code
 
     def empty_casts(self) -> None:
-        """Of leaves, shared under autocast: what is kept of one is remade, and the next block fills it again."""
+        """Empty the casts of leaves that autocast shares, as a block ends: backward recomputes, a block refills."""
         for cast, _ in self.casts.values():
             storage = cast.untyped_storage()
             if storage.nbytes() and not any(content.is_kept for content in contents_on(storage)):
@@ -237,14 +237,14 @@ class Storages:
     # Writes
 
     def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a call that may write to what ``out=`` names, or with ``inplace`` to its first argument."""
+        """Freeze what a call may write to: the tensors of ``out=``, or with ``inplace`` its first argument."""
         if kwargs and (out := kwargs.get("out")) is not None:
             self._before_write_of(out)
         if (kwargs and kwargs.get("inplace")) or any([a is True for a in args]):
             self._before_write_of(args[0] if args else kwargs.get("input"))
 
     def before_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Before an op of ``torch.ops`` that writes to arguments."""
+        """Freeze the arguments that an op of ``torch.ops`` is about to write to."""
         for place, name in written_by(op):
             self._before_write_of(args[place] if place < len(args) else (kwargs or {}).get(name))
 
@@ -253,7 +253,7 @@ class Storages:
             self.before_write(target)
 
     def before_write(self, tensor: Tensor) -> None:
-        """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
+        """Freeze what was to be recomputed from ``tensor``, which is about to be written to."""
         tensor = unwrapped(tensor)
         if not is_plain(tensor):
             for part in parts_of(tensor):  # whose versions do not tell
@@ -276,18 +276,18 @@ class Storages:
                 reader.freeze()
 
     def reads(self, content: Content, parameter: Tensor) -> None:
-        """``content`` has a parameter or a buffer itself among its inputs."""
+        """Note that ``content`` is recomputed from ``parameter``, or from a buffer, itself: a write freezes it."""
         key = id(parameter.untyped_storage())
         self._readers[key] = with_ref(self._readers.get(key, ()), content)
 
     def may_alias_parameter(self, tensor: Tensor) -> bool:
-        """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell."""
+        """Return whether a write to ``tensor`` may change a parameter or buffer whose version does not tell."""
         content = self.known(tensor) or (None if self.around is None else self.around.known(tensor))
         is_filled = content is not None and content.is_sharded and tensor.dim() == 1  # by FSDP2, as it was before
         return content is not None and content.owner is None and not is_filled and not is_parameter(tensor)
 
     def mark_alias(self, tensor: Tensor) -> None:
-        """Its storage is handed out under a version of its own; of parameters and buffers, what is written is seen."""
+        """Note that ``.data`` of ``tensor`` was read: writes through the alias bump another version."""
         content = self.content_of(tensor)
         if content is None or content.owner is not None:
             self.mark_unversioned(tensor)
@@ -295,7 +295,7 @@ class Storages:
             self.root.unversioned += 1
 
     def mark_unversioned(self, tensor: Tensor) -> None:
-        """Versions of ``tensor`` tell nothing any more: until the end of the forward it is kept as it is."""
+        """Trust no version of ``tensor`` any more: until the forward ends, it is kept as it is."""
         self.unversioned += 1
         if (content := self.content_of(tensor)) is not None:
             storage = tensor.untyped_storage()
@@ -320,7 +320,7 @@ class Storages:
         return self.ledger.note(tensor, None if self.is_within else content, asked_by)
 
     def note_code(self, code: Content, nbytes: int, name: str) -> None:
-        """So little is kept instead of a tensor."""
+        """Tell the ledger that ``code`` keeps ``nbytes`` instead of a tensor."""
         code.nbytes_code = nbytes
         if self.ledger is not None and not self.is_within:
             self.ledger.note_code(code, name)

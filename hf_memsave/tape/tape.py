@@ -1,18 +1,19 @@
 """The tape: a function mode that notes how tensors are made, and a saved-tensor hook that decides what to keep of them.
 
-While a :class:`Tape` is innermost, every call of a function in the table (:mod:`~hf_memsave.tape.table`) is noted on
+While a :class:`Tape` is innermost, every call of a function in the table (:mod:`~hf_memsave.tape.table`) is recorded on
 the storage that it makes. Nothing else is computed: most calls are never asked for. When autograd wants to keep a
-tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or what it was made from. Rules:
+tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or the arguments of the call that made it.
+Rules, each with an example in ``tests/tape/test_rules.py``:
 
-1. A ticket gives the tensor that was kept, of equal bits and geometry, in every backward; or raises.
-2. A content belongs to one hook context: nothing crosses from one checkpointed block into the next. The tape's lock
-   tells whose it is, and a tape within another one links its contents by an attribute of its own on storages.
-3. A call that is not asked for outlives its block by one, and only if the block hands on what it made.
-4. A storage's link to a content that is nowhere yet is strong, and for two blocks to one that will be made again; to
-   any other it is weak.
-5. Nothing on the tape refers to the tape, and nothing on it has a graph.
-6. What a tape knows of earlier forwards decides which calls it records, and nothing else: no bit depends on it.
-7. Where the bytes of a parameter are just now decides nothing, but where a sharding engine may take them away.
+1. A ticket gives the tensor that was packed, of equal bits and geometry, in every backward; or raises (content.py).
+2. A content belongs to one hook context: nothing crosses from one checkpointed block into the next. Its owner is the
+   lock of a tape, and a tape within another one links its contents by a mark of its own (storage.py).
+3. A call that is not asked for outlives its block by one, and only if the block returns what it made (blocks.py).
+4. A storage's link to a content is strong while that is nowhere yet, and for two blocks once it is to be recomputed;
+   else it is weak (storage.py).
+5. Nothing on the tape refers to the tape, and nothing on it has a graph (content.py).
+6. What earlier forwards taught decides which calls are recorded, and nothing else: no bit depends on it (calls.py).
+7. Where the bytes of a parameter are just now decides nothing, unless a sharding engine owns it (parameters.py).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MADE = (Tensor, FakeTensor)
 
 
 def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], remake: Any = None) -> Any:
-    """A handler, of a function whose result is new, and is recomputed by ``remake`` or by the function itself."""
+    """Handle a function whose result is a new tensor, recomputed by ``remake`` or by the function itself."""
     if kwargs and kwargs.get("out") is not None:
         tape.before_writes(args, kwargs)
         return func(*args, **kwargs)
@@ -142,12 +143,12 @@ class Tape(Storages, TorchFunctionMode):
         self.codec, self.frame = None, Frame({})
 
     def is_innermost(self) -> bool:
-        """Whether calls ask this tape now: there is no foreign hook, and no ``torch.func`` transform."""
+        """Return whether autograd asks this tape now: no foreign hook is inside it, and no ``torch.func`` transform."""
         hooks = innermost_hooks()
         return hooks is not None and getattr(hooks[0], "__self__", None) is self and not in_transform()
 
     def end_block(self, *outputs: Any) -> None:
-        """A block hands on ``outputs``."""
+        """End a block, which returns ``outputs``."""
         self.blocks.end(self, self.input_handle, outputs)
 
     # What was made, and from what
@@ -177,11 +178,11 @@ class Tape(Storages, TorchFunctionMode):
         return out
 
     def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``func(*args, **kwargs)``, as if the model had called it."""
+        """Return ``func(*args, **kwargs)``, seen by this tape as if the model had called it."""
         return self.__torch_function__(func, (), args, kwargs)
 
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
-        """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
+        """Note on the storage of ``out`` that ``func(*args, **kwargs)`` makes it, to the bit. It aliases none."""
         calls = self.calls  # every call comes here
         calls.state = made = hash((calls.state, getattr(func, "__name__", type(func)), out.numel()))
         if self.outer is None and calls.known.get(made, 0) >= UNUSED:
@@ -216,13 +217,13 @@ class Tape(Storages, TorchFunctionMode):
                 self.recompute(content, storage)
             elif content.is_kept:
                 self.blocks.forget_arguments(self, content, content.nbytes)
-        elif content.nbytes_code:  # likewise, and it was coded
+        elif content.nbytes_code:  # kept by the op, too, as a code
             self._forget_needless_code(content, storage)
 
     # What to keep
 
     def pack(self, tensor: Tensor) -> Handle:
-        """Called by autograd with each tensor to keep; returns what goes on the tape."""
+        """Return the handle that autograd keeps in place of ``tensor``: autograd calls this for each saved tensor."""
         if (coder := self.frame.coder) is not None and (chosen := coder(tensor)) is not None:
             return chosen
         kind, content = type(tensor), None
@@ -254,7 +255,7 @@ class Tape(Storages, TorchFunctionMode):
         return self.keep_or_reuse(content, storage, tensor) if ticket is None else ticket
 
     def _keep_new(self, content: Content, storage: Any, tensor: Tensor) -> Content:
-        """Keep a tensor of whose storage nothing else is known, and nothing has a say in it but this tape."""
+        """Keep ``tensor`` as ``content``, where nothing else is known of its storage and no hook or codec has a say."""
         content.version = content.at = tensor._version
         dtype = tensor.dtype
         content.dtype = None if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()) else dtype
@@ -264,7 +265,7 @@ class Tape(Storages, TorchFunctionMode):
         return content
 
     def pack_told(self, tensor: Tensor) -> Handle:
-        """:meth:`pack`, of which the ledger is told."""
+        """Call :meth:`pack`, and tell the ledger of it."""
         if self.ledger is not None:  # else a part of a wrapper, in later steps
             self.ledger.makers.see()
         entry, handle = self.note(tensor, self.content_of(tensor)), self.pack(tensor)
@@ -273,7 +274,7 @@ class Tape(Storages, TorchFunctionMode):
         return handle
 
     def ticket(self, content: Content, storage: Any, tensor: Tensor) -> Ticket | None:
-        """For a tensor that can be had again for less than it takes to keep."""
+        """Return a ticket of a tensor that is cheaper to recompute than to keep; None for any other."""
         if content.is_kept or not content.is_of(tensor):
             return None
         if content.make is not None:
@@ -290,7 +291,7 @@ class Tape(Storages, TorchFunctionMode):
         return Ticket(content, tensor)
 
     def keep_or_reuse(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
-        """For a tensor that has to be kept."""
+        """Return a handle of a tensor that has to be kept: of what is kept of it already, of a code, or of itself."""
         kept, is_kept, is_new = content.tensor, content.is_kept, content.call is None
         if kept is not None and not content.is_unversioned and content.is_of(tensor):
             is_its = kept.untyped_storage() is storage  # else it was frozen, or is another's cast
@@ -324,13 +325,14 @@ class Tape(Storages, TorchFunctionMode):
         return Ticket(content, tensor)
 
     def handed_on(self, content: Content, tensor: Tensor) -> Content | None:
-        """What a hook outside keeps of this very view, on the storage of ``content``."""
+        """Return the content of this very view that was handed on to the hook outside; None if there is none."""
         if content.view is not None and content.view.is_of(tensor):
             return content
         others = self.notes(tensor).get(_OTHERS)
         return None if others is None else others.get(_view_of(tensor))
 
     def _keep_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
+        """Keep a view or version of a storage of which ``content`` keeps another one."""
         fresh = self.keep(tensor)
         fresh.version, fresh.dtype = tensor._version, tensor.dtype
         self.note(tensor, fresh)
@@ -342,7 +344,7 @@ class Tape(Storages, TorchFunctionMode):
         return fresh
 
     def _forget_codes(self, content: Content, tensor: Tensor) -> None:
-        """``tensor`` is kept: codes that stand in for it share its bytes."""
+        """Forget the codes that were kept instead of ``tensor``, which ``content`` keeps now."""
         for code in alive(content.parts):
             if not code.nbytes_code or (view := code.view) is None:
                 continue
@@ -351,7 +353,11 @@ class Tape(Storages, TorchFunctionMode):
                 code.forget_code(content)
 
     def recompute(self, content: Content, storage: Any) -> Content:
-        """Have it remade, by what this returns: what it was made from becomes handles."""
+        """Have ``content`` recomputed from now on: the arguments of its call become handles.
+
+        Returns:
+            The content that gives it: its own, or an equal conversion of the same input.
+        """
         # Autocast converts an input for each product that takes it: as one content, so that backward converts once.
         call, parts, first = content.call, content.parts, None
         func = call.func
@@ -389,7 +395,7 @@ class Tape(Storages, TorchFunctionMode):
         return content
 
     def input_handle(self, argument: Tensor, content: Content) -> Handle:
-        """An input of ``content``: kept already, remade in turn, or kept from now on."""
+        """Return the handle of an argument of the call of ``content``: kept already or from now on, or recomputed."""
         storage = argument.untyped_storage()
         theirs = self.content_on(storage, argument)
         if theirs.owner is None:
@@ -417,7 +423,7 @@ class Tape(Storages, TorchFunctionMode):
         return handle
 
     def _forget_needless_code(self, content: Content, storage: Any) -> None:
-        """Let go of the code of a tensor that can be had by what is kept, coded or not, anyway."""
+        """Forget the code of a tensor that what is kept anyway can recompute."""
         if content.nbytes_code:
             kept = sum(a.tensor.nbytes for a in content.inputs if type(a) is Content and a.tensor is not None)
             if is_cheaper(self, content, kept):
@@ -429,7 +435,7 @@ def _view_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _may_be_made_as(content: Content, out: Tensor) -> bool:
-    """Whether a call that gives ``out`` may give the content: handles without a view of their own ask for that."""
+    """Return whether a call that makes ``out`` makes ``content``: if that is kept, in its version and geometry."""
     kept: Any = content.view if content.is_handed_on else content.tensor
     if kept is None:
         return content.make is None or (bool(content.nbytes_code) and content.stride == out.stride())

@@ -213,7 +213,7 @@ def test_parameters_remember_nothing_of_what_was_made_from_them():
     patch(model)
     for length in range(1, 20):
         model(torch.randn(length, WIDTH)).sum().backward()
-    assert all(known.remakes == () for known in STATIC)
+    assert all(known.recomputable == () for known in STATIC)
 
 
 def test_a_batch_that_lives_on_holds_no_model():

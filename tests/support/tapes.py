@@ -55,7 +55,7 @@ def references(tape, tensor):
     """Weak references that the tape has for the storage of ``tensor``: to its views, what reads, and what it gives."""
     found = tape.content_of(tensor)
     others = tape.notes(tensor).get("others")
-    return [() if others is None else others.valuerefs(), found.readers, found.remakes]
+    return [() if others is None else others.valuerefs(), found.readers, found.recomputable]
 
 
 def held_tensors():
