@@ -1,4 +1,4 @@
-"""The command ``memsave``. Its help loads no library, nor does a wrong argument; a command loads what it runs."""
+"""The command ``memsave``. Help and wrong arguments load no large library; a command loads what it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Show the help, or run one command; returns 0, or 1 if its check failed, or 2 if it cannot do what was asked."""
+    """Show the help, or run one command; return 0, or 1 if its check failed, or 2 if it cannot do what was asked."""
     argv = list(sys.argv[1:] if given is None else given) or ["--help"]
     parser = argparse.ArgumentParser(
         prog="memsave", description="Fine-tune Hugging Face models keeping a fraction of the activation memory."
@@ -67,7 +67,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what other libraries log and warn of on the way: what stops a command is raised."""
+    """Hide other libraries' logs and warnings while a command runs: what stops it is raised."""
     before, fake = logging.root.manager.disable, logging.getLogger("torch._subclasses.fake_tensor")
     logging.disable(logging.WARNING)
     fake.disabled = True  # it logs, as an error, what it raises

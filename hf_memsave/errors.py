@@ -44,7 +44,7 @@ class CommandError(MemSaveError):
 
 
 def not_a_module(call: str, got: Any) -> str:
-    """The message for a call such as "patch(model)" whose argument is no module."""
+    """Return the message for a call such as "patch(model)" whose argument is no module."""
     from torch import nn
 
     if isinstance(got, type) and issubclass(got, nn.Module):

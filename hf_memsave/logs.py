@@ -1,4 +1,4 @@
-"""The logger ``hf_memsave``: what a user is to read goes to stderr, once.
+"""The logger ``hf_memsave``, whose messages for the user go to stderr, once.
 
 It shows what training keeps (INFO) and warnings, on the first process alone. ``HF_MEMSAVE_VERBOSITY`` (debug, info,
 warning, error or critical) and ``logging.getLogger("hf_memsave").setLevel(...)`` change that, and so does Transformers'
@@ -24,7 +24,7 @@ _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "w
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is now, between progress bars, unless another handler, not of a file, shows it."""
+    """A handler that writes to the current ``sys.stderr``, between progress bars, what no other but a file's shows."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -48,19 +48,19 @@ class _Handler(logging.StreamHandler[TextIO]):
         return text if text.startswith("hf_memsave") else f"hf_memsave: {text}"
 
 
-#: Whether steps that this thread runs are no training.
+#: Whether this thread is inside :func:`only_measuring`.
 _is_measuring: ContextVar[bool] = ContextVar("is_measuring", default=False)
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """Whether this process is to show a record, by its rank and by what Transformers' loggers show now."""
+    """Return whether this process shows a record, by its rank and by the level of Transformers' loggers."""
     verbosity = 0 if os.environ.get(VARIABLE) else logging.getLogger("transformers").level
     is_quiet = verbosity >= logging.ERROR or is_measuring() or _rank() > 0
     return not is_quiet or record.levelno >= max(verbosity, logging.ERROR)
 
 
 def _rank() -> int:
-    """Of this process: as torch.distributed says where it is initialized, else as launchers do."""
+    """Return this process's rank: torch.distributed's where it is initialized, else the launcher's."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -70,13 +70,13 @@ def _rank() -> int:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, the first time that it is called with this text."""
+    """Log a warning the first time that this is called with this text."""
     logger.warning("%s", text)
 
 
 @contextlib.contextmanager
 def only_measuring() -> Iterator[None]:
-    """Steps that this thread runs in here are no training: of them only errors are shown."""
+    """Mark the steps that this thread runs inside as no training: of them only errors are logged."""
     token = _is_measuring.set(True)
     try:
         yield
@@ -85,7 +85,7 @@ def only_measuring() -> Iterator[None]:
 
 
 def is_measuring() -> bool:
-    """Whether this thread is in :func:`only_measuring`."""
+    """Return whether this thread is inside :func:`only_measuring`."""
     return _is_measuring.get()
 
 

@@ -1,1 +1,1 @@
-"""The commands of ``memsave``: what each can be asked, a file for each with ``run``, and what they share."""
+"""The commands of ``memsave``: their options, a module with ``run`` for each, and what they share."""

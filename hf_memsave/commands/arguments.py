@@ -1,4 +1,4 @@
-"""The options of each command, and what is wrong with a value: told before any library is loaded."""
+"""The options of each command, and checks of their values, before any large library is loaded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ COMMANDS = {
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the description and the options of a command to its parser."""
+    """Add a command's description and options to its parser."""
     options, parser.description = COMMANDS[command]
     changes = CHANGES.get(command, {})
     for names in options.split():
@@ -86,7 +86,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
-    """The configuration that ``--memsave`` and the options beside it ask for; else ConfigError."""
+    """Return the config that ``--memsave`` and the options beside it ask for; else ConfigError."""
     fields = {name: value for name in _FIELDS if (value := getattr(args, name, None)) not in (None, False)}
     config = MemSaveConfig.resolve(args.memsave, fields, may_plan=getattr(args, "budget", None) is not None)
     assert config is not None  # a preset's name is none of False
@@ -94,13 +94,13 @@ def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
 
 
 def memsave_in_words(args: argparse.Namespace) -> str:
-    """What was asked for, such as "exact, checkpoint gate, offload"."""
+    """Describe the config that was asked for, such as "exact, checkpoint gate, offload"."""
     given = {name: value for name in _FIELDS if (value := getattr(args, name, None))}
     return ", ".join([args.memsave, *(name if value is True else f"{name} {value}" for name, value in given.items())])
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise the error of options that do not go together, or of a model that is not there."""
+    """Raise an error for options that do not go together, or for a model that does not exist."""
     get = vars(args).get
     if args.command != "demo" and memsave_of(args).compile and args.command not in ("report", "doctor"):
         raise CommandError("expected blocks that run op by op, got compile. Leave it out: compiled, they keep as much.")
@@ -149,7 +149,7 @@ def _lora(text: str) -> Lora:
 
 
 def _output(text: str, suffixes: tuple[str, ...] = ()) -> Path:
-    """Return a file to write; refuse, before the work it is to show, one in a missing or read-only folder."""
+    """Return a file to write; refuse one in a missing or read-only folder, before the work whose result it is for."""
     path = Path(text)
     if suffixes and path.suffix not in suffixes:
         raise CommandError(f"{path}: expected a name that ends in {' or '.join(suffixes)}. Rename the file.")
@@ -161,7 +161,7 @@ def _output(text: str, suffixes: tuple[str, ...] = ()) -> Path:
 
 
 def picture(text: str, suffixes: tuple[str, ...] = (".png", ".pdf", ".svg")) -> Path:
-    """Return a picture to write, or a page with pictures; CommandError as well where what draws it is missing."""
+    """Return a file for a picture, or a page with pictures; CommandError also where a library to draw is missing."""
     for name in ("matplotlib", "jinja2"):
         if find_spec(name) is None:
             raise CommandError(f"{text}: pictures need {name}, which is missing. Run: pip install 'hf_memsave[plot]'")
@@ -171,7 +171,7 @@ def picture(text: str, suffixes: tuple[str, ...] = (".png", ".pdf", ".svg")) -> 
 _UNITS = "24GiB and 24G are 24 x 2^30 bytes, 24GB is 24 x 10^9"
 _NUMBER: dict[str, Any] = {"type": _number, "metavar": "N"}
 _FLAG: dict[str, Any] = {"action": "store_true"}
-#: Option -> what argparse is told of it.
+#: Option -> arguments of argparse's ``add_argument``.
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL_OR_CONFIG",
               "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub"},

@@ -16,7 +16,7 @@ from hf_memsave.planner import fast, smart
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, try, print and write; returns 0."""
+    """Load the model and a batch, try, print and write the plan; return 0."""
     memsave, name, console = memsave_of(args), memsave_in_words(args), console_of(args)
     model, batch, title = load_inputs(args, console)
     forward = forward_of(model, DTYPES.get(args.autocast))

@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, compare, print the table and write the picture; returns 0, or 1 if a patched run differs from stock's."""
+    """Train, compare, print the table and write the picture; return 0, or 1 if a patched run differs from stock's."""
     out = args.out or (picture("demo.png") if find_spec("matplotlib") else None)
     torch.set_num_threads(1)  # models this small gain little from more, and lose much where other programs run
     steps, console, task = args.steps, console_of(args), generated_task(args.steps * _BATCH_SIZE, _SEED)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def generated_task(train_examples: int, seed: int) -> Task:
-    """Return pairs such as "the baker sells nine lamps in the market" and "the baker has more than six lamps"."""
+    """Generate pairs such as "the baker sells nine lamps in the market" and "the baker has more than six lamps"."""
     rng = random.Random(seed)
     first, second, labels = [], [], []
     for _ in range(train_examples + _DEV_EXAMPLES):
@@ -106,7 +106,7 @@ def generated_task(train_examples: int, seed: int) -> Task:
 
 
 def model_configs(task: Task) -> dict[str, transformers.PreTrainedConfig]:
-    """Two layers of BERT, with its dropout (but none in attention), and two of LLaMA, which by default has none."""
+    """Return configs of two layers: BERT with dropout (but none in attention), and LLaMA, by default without any."""
     common = dict(
         vocab_size=len(task.tokenizer), pad_token_id=task.tokenizer.pad_token_id, num_labels=2,
         hidden_size=_HIDDEN, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128,
@@ -119,7 +119,7 @@ def model_configs(task: Task) -> dict[str, transformers.PreTrainedConfig]:
 
 
 def train(config: Any, task: Task, steps: int, patched: bool) -> Run:
-    """Train from random weights; stock and patched runs see the same seed, batches and dropout masks."""
+    """Train a model from random weights; stock and patched runs have the same seed, batches and dropout masks."""
     transformers.set_seed(_SEED)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     if patched:
@@ -143,7 +143,7 @@ def train(config: Any, task: Task, steps: int, patched: bool) -> Run:
 
 
 def difference(stock: Run, patched: Run) -> str | None:
-    """Find where two runs differ, in a loss or a weight; None if they are equal to the bit."""
+    """Return where two runs differ, in a loss or a weight; None if they are equal to the bit."""
     for step, (expected, got) in enumerate(zip(stock.losses, patched.losses, strict=True), start=1):
         if expected != got:
             return f"the loss of step {step} is {expected!r} stock and {got!r} patched"
@@ -152,7 +152,7 @@ def difference(stock: Run, patched: Run) -> str | None:
 
 
 def unlearned(runs: dict[str, tuple[Run, Run]], task: Task, steps: int) -> list[str]:
-    """Say which models are no better than the most frequent answer by two standard errors of their accuracy."""
+    """Say which stock models beat the most frequent answer by no more than two standard errors of their accuracy."""
     lines = []
     for name, (stock, _) in runs.items():
         error = (stock.accuracy * (1 - stock.accuracy) / len(task.dev)) ** 0.5
@@ -166,7 +166,7 @@ def unlearned(runs: dict[str, tuple[Run, Run]], task: Task, steps: int) -> list[
 
 
 def results_table(runs: dict[str, tuple[Run, Run]], task: Task) -> Table:
-    """Return two rows for each model: stock, and patched below it."""
+    """Return a table with two rows for each model: stock, and patched below it."""
     headers = ("final loss", "dev accuracy", "majority", "kept MiB", "ratio", "s/step")
     table = Table("model", "run", *(Column(header, justify="right") for header in headers), box=box.SIMPLE_HEAD)
     for name, pair in runs.items():
@@ -179,7 +179,7 @@ def results_table(runs: dict[str, tuple[Run, Run]], task: Task) -> Table:
 
 
 def write_picture(path: Path, title: str, runs: dict[str, tuple[Run, Run]]) -> None:
-    """Write the loss curves of each model's two runs, above a bar for each run: kept bytes by kind of op."""
+    """Draw the loss curves of each model's two runs, above a bar for each run: kept bytes by kind of op."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * len(runs), 8.5), layout="constrained", dpi=150)

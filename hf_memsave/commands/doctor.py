@@ -25,7 +25,7 @@ _MISSING = "not installed"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look around and print; returns 0, or 1 if something prevents patching."""
+    """Print versions, devices and what would be patched; return 0, or 1 if something prevents patching."""
     memsave, config = memsave_of(args), load_config(args.model) if args.model else None
     found, problems = versions()
     model = build_empty(config) if config is not None and not problems else None
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> tuple[dict[str, str], list[str]]:
-    """Package -> its version, and which ones hf_memsave needs, ours and Python's first; and what is too old."""
+    """Return each package's version with what hf_memsave needs, ours and Python's first; and the problems found."""
     wanted, problems = [Requirement(text) for text in requires("hf_memsave") or ()], []
     needed = {one.name: one.specifier for one in wanted if one.specifier and one.marker is None}
     found = {"hf_memsave": __version__, "python": platform.python_version()}
@@ -69,7 +69,7 @@ def versions() -> tuple[dict[str, str], list[str]]:
 
 
 def devices() -> dict[str, str]:
-    """Device -> its name and what it can compute."""
+    """Return the name of each device and what it can compute."""
     bf16 = {True: "native", False: "emulated, slow"}
     cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     is_native = any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))

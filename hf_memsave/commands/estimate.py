@@ -21,7 +21,7 @@ from hf_memsave.measure.training import Training
 
 
 def run(args: argparse.Namespace) -> int:
-    """Estimate, print, and write; returns 0, or 1 if it does not fit, or if ``--check`` finds another figure."""
+    """Estimate, print, and write; return 0, or 1 if it does not fit, or if ``--check`` finds other figures."""
     if args.check and not torch.cuda.is_available():
         raise CommandError("--check: expected a CUDA device to run the step on, found none. Leave it out.")
     config, console = load_config(args.model), console_of(args, soft_wrap=True)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, result: Estimate) -> dict[str, str]:
-    """Name what was estimated, for the page: the step in words, and each option of it that is set."""
+    """Describe for the page what was estimated: the step in words, and each option of it that is set."""
     words = {"step": step_in_words(args, result), "patched": f"preset {memsave_in_words(args)}"}
     words["trained"] = f"LoRA: {args.lora}" if args.lora else "all parameters"
     for name in ("optimizer", "quantized", "checkpointing", "accumulation", "attention", "padded", "holds_output"):
@@ -54,7 +54,7 @@ def _settings(args: argparse.Namespace, result: Estimate) -> dict[str, str]:
 
 
 def _check(args: argparse.Namespace, config: Any, result: Estimate, console: Console) -> tuple[dict[str, Any], bool]:
-    """Run the step and print what it takes beside the prediction; the figures, and whether they agree."""
+    """Run the step and print its bytes beside the predicted ones; return the figures, and whether they agree."""
     from hf_memsave.measure.check import SLACK, check
 
     try:

@@ -1,4 +1,4 @@
-"""An estimate as a page that needs no network; matplotlib draws its picture, and jinja2 writes it."""
+"""Write an estimate as a page that needs no network: jinja2 fills it, and matplotlib draws its picture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WIDTHS = {"forward": 1.0, "backward": 1.0, "optimizer": 0.3}
 
 
 def draw_step(axes: Axes, memory: Trace, unit: int) -> None:
-    """Draw the memory over a step, part upon part, and mark the peak."""
+    """Draw the memory over a step, stacked by part, and mark the peak."""
     moments, phases = memory.timeline.values(), [place.phase for place in memory.timeline]
     edges = np.cumsum([0, *(_WIDTHS[phase] / phases.count(phase) for phase in phases)])
     held = memory.parameters + memory.states
@@ -43,7 +43,7 @@ def draw_step(axes: Axes, memory: Trace, unit: int) -> None:
 
 
 def picture(result: Estimate) -> str:
-    """Draw the step in each setting, to one scale, as SVG; black in it becomes the colour of the text around it."""
+    """Draw the step in each setting, to one scale, as SVG whose black becomes the surrounding text's colour."""
     highest, limit = max(memory.peak for memory in result.columns.values()), (result.memory or 0) - OWN
     unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     figure = Figure(figsize=(9, 3.8), layout="constrained")
@@ -62,7 +62,7 @@ def picture(result: Estimate) -> str:
 
 
 def kept_by(result: Estimate, field: str) -> dict[str, list[int]]:
-    """Kept bytes in each setting by name ("by_kind", "by_module"), the most first; what is beyond 12 names in one."""
+    """Return each setting's kept bytes by name ("by_kind", "by_module"), the most first, all beyond 12 names as one."""
     amounts = [+Counter(getattr(memory, field)) for memory in result.columns.values()]
     names = sorted(set().union(*amounts), key=lambda name: (-max(n[name] for n in amounts), name))[:12]
     rows = {name: [amount[name] for amount in amounts] for name in names}
@@ -73,7 +73,7 @@ def kept_by(result: Estimate, field: str) -> dict[str, list[int]]:
 def write_page(
     path: Path, result: Estimate, title: str, settings: Mapping[str, str], changes: Sequence[str] = ()
 ) -> None:
-    """Write one HTML file with an estimate, what was estimated, in words, and which changes alone would make it fit."""
+    """Write an estimate, its settings in words, and changes that each alone make it fit, as one HTML file."""
     tables = []
     for words, field in (("By kind of op", "by_kind"), ("By module", "by_module")):
         rows = [[name, *map(gib, row)] for name, row in kept_by(result, field).items()]

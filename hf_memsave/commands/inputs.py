@@ -1,4 +1,4 @@
-"""The model and the batch that a command runs a training step of, as its options name them."""
+"""Load the model and the batch that a command's options name, to run a training step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARE = 0.7  # of the free memory
 
 
 def load_inputs(args: argparse.Namespace, console: Console) -> tuple[Any, dict[str, Any], str]:
-    """Load a model in training mode, for ``verify`` perhaps with fewer layers, and a batch; name both."""
+    """Load a model in training mode, for ``verify`` perhaps with fewer layers, and a batch; return them and a title."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
     batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
@@ -42,7 +42,7 @@ def load_inputs(args: argparse.Namespace, console: Console) -> tuple[Any, dict[s
 
 
 def _shrunk(args: argparse.Namespace, dtype: torch.dtype | None, console: Console) -> PreTrainedConfig:
-    """Return a configuration whose model is small enough to be drawn and compared; print so if it has fewer layers."""
+    """Return a configuration of a model small enough to draw and compare; print so if it has fewer layers."""
     config = load_config(args.model)
     if args.layers:
         return at_depth(config, depth_of(config, args.layers))

@@ -1,4 +1,4 @@
-"""What follows from the options of several commands, and how each command prints and writes."""
+"""Values that follow from the options of several commands, and how each command prints and writes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from hf_memsave.measure.models import most_tokens
 from hf_memsave.measure.training import DTYPES as DTYPES
 from hf_memsave.measure.training import Training
 
-#: What to do about a step that fails stock.
+#: The remedy for a step that fails stock.
 GIVE_ANOTHER_BATCH = "Give one with --batch, or lower --batch-size or --seq-len."
 
 
 def weights_of(args: argparse.Namespace) -> torch.dtype | None:
-    """The dtype that ``--dtype`` and ``--autocast`` give the weights; None where neither is given."""
+    """Return the dtype that ``--dtype`` and ``--autocast`` give the weights; None where neither is given."""
     return torch.float32 if args.autocast else DTYPES.get(args.dtype)
 
 
 def step_of(args: argparse.Namespace, *further: str) -> dict[str, Any]:
-    """Fields of :class:`~hf_memsave.measure.training.Training`, as the options say, and ``further`` options."""
+    """Return the fields of :class:`~hf_memsave.measure.training.Training` and the ``further`` options, as given."""
     dtypes = {"dtype": weights_of(args) or torch.bfloat16, "autocast": DTYPES.get(args.autocast)}
     names = [field.name for field in dataclasses.fields(Training) if field.name in args]
     return {name: getattr(args, name) for name in (*names, *further)} | dtypes
 
 
 def step_in_words(args: argparse.Namespace, result: Estimate) -> str:
-    """What was estimated, such as "BertForMaskedLM, 12 layers, batch 2 x 512 tokens, bf16"."""
+    """Describe the estimated step, such as "BertForMaskedLM, 12 layers, batch 2 x 512 tokens, bf16"."""
     depth = f"{counted(' + '.join(map(str, result.depth.values())), 'layer')}, " if result.depth else ""
     is_text = depth and not getattr(args, "batch", None)
     batch = f"{args.batch_size} x {counted(args.seq_len, 'token')}" if is_text else shapes(result.step.inputs)
@@ -48,7 +48,7 @@ def step_in_words(args: argparse.Namespace, result: Estimate) -> str:
 
 
 def name_of(model: str) -> str:
-    """A model's name for people: of a folder, or of the folder of a config.json, its own."""
+    """Return a model's name for people: a folder's own, also for its config.json; a file's without suffix."""
     path = Path(model).resolve()
     path = path.parent if path.name == "config.json" else path
     return path.stem if path.is_file() else path.name if path.is_dir() else model
@@ -60,7 +60,7 @@ class _Console(Console):
 
 
 def console_of(args: argparse.Namespace, **options: Any) -> Console:
-    """Where a command prints: standard output, or standard error where ``--json -`` asks for the other."""
+    """Return the console to print to: standard output, or standard error where ``--json -`` takes the former."""
     is_taken = getattr(args, "json", None) == STANDARD_OUTPUT
     console = _Console(highlight=False, markup=False, stderr=is_taken, **options)
     if not console.is_terminal:
@@ -70,7 +70,7 @@ def console_of(args: argparse.Namespace, **options: Any) -> Console:
 
 
 def settle_sizes(args: argparse.Namespace, config: PreTrainedConfig) -> str:
-    """Set the batch size and the length that were not given; returns a line that says so where the model takes less."""
+    """Set the batch size and length that were not given; return a line that says so where the model takes less."""
     most, is_less = most_tokens(config), args.seq_len is None
     args.batch_size, args.seq_len = args.batch_size or BATCH_SIZE, args.seq_len or min(SEQ_LEN, most)
     is_less &= args.seq_len < SEQ_LEN
@@ -78,7 +78,7 @@ def settle_sizes(args: argparse.Namespace, config: PreTrainedConfig) -> str:
 
 
 def write_figures(path: Path | None, figures: dict[str, Any], console: Console) -> None:
-    """Write and name what ``--json`` asks for, if it does."""
+    """Write the figures as JSON where ``--json`` asks for it, and print the name of the file."""
     text = json.dumps(figures, indent=2, default=dataclasses.asdict)
     if path == STANDARD_OUTPUT:
         print(text)

@@ -12,7 +12,7 @@ from hf_memsave.planner.plan import plan
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print, and write what was asked for; returns 0."""
+    """Plan, print, and write what was asked for; return 0."""
     config, console = load_config(args.model), console_of(args, soft_wrap=True)
     note = settle_sizes(args, config)
     if args.layers:

@@ -19,7 +19,7 @@ from hf_memsave.tape.kinds import KINDS_OF_OPS
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trace, print, and write what was asked for; returns 0."""
+    """Trace, print, and write what was asked for; return 0."""
     memsave, config, console = memsave_of(args), load_config(args.model), console_of(args)
     note = settle_sizes(args, config) * (args.batch is None)
     with console.status(f"Tracing {args.model} ..."):
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sites_table(sites: Mapping[tuple[str, str, str, str], int]) -> Table:
-    """(status, op, class, reason) -> how many: what was patched, and what was not and why."""
+    """Tabulate (status, op, class, reason) -> count: what was patched, and what was not and why."""
     count_of = Column("count", justify="right")
     table = Table("status", count_of, "op", "class", "why", box=box.SIMPLE_HEAD, title="Sites", title_justify="left")
     for (status, *what), count in sorted(sites.items()):
@@ -50,7 +50,7 @@ def sites_table(sites: Mapping[tuple[str, str, str, str], int]) -> Table:
 
 
 def kept_table(stock: Trace, patched: Trace) -> Table:
-    """Kept memory by kind of op, stock beside patched, and what is freed."""
+    """Tabulate kept memory by kind of op, stock beside patched, and the share that is freed."""
     columns = [Column(name, justify="right") for name in ("stock", "patched", "freed")]
     title = "Kept between forward and backward"
     table = Table("made by", *columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -64,12 +64,12 @@ def kept_table(stock: Trace, patched: Trace) -> Table:
 
 
 def freed(stock: float, patched: float) -> str:
-    """The share of stock's bytes that is freed."""
+    """Format the share of stock's bytes that is freed."""
     return "more" if patched > stock else f"{1 - patched / max(stock, 1):.0%}"
 
 
 def explain(result: Estimate, dtype: str) -> list[str]:
-    """How the figures were found, and what they are not."""
+    """Explain how the figures were found, and what they do not mean."""
     lines, columns = [], [*result.columns.values()]
     for field in columns[0].per_layer:
         each = [memory.per_layer[field]["kept"] for memory in columns]

@@ -18,7 +18,7 @@ from hf_memsave.measure import step
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, compare and print; returns 0, or 1 if the patched step fails, or differs by more than allowed."""
+    """Load, compare and print; return 0, or 1 if the patched step fails, or differs by more than allowed."""
     memsave, console = memsave_of(args), console_of(args)
     try:
         with step.deterministic_kernels() if args.deterministic else contextlib.nullcontext():

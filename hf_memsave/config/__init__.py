@@ -1,4 +1,4 @@
-"""What a user asks for: a configuration, its files, layers, sizes and sampling."""
+"""The configuration that a user asks for: its fields, files, layers, sizes and sampling."""
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS

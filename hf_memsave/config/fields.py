@@ -1,4 +1,4 @@
-"""What a config says of its fields: the names there are, when one is misspelt, and those chosen, in its ``repr``."""
+"""Dataclass fields of configs: an unknown one raises an error with the known ones, and ``repr`` shows changed ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class UnknownFieldError(ConfigError, TypeError):
-    """A field that a config does not have; a TypeError as well, as Python raises for an unknown keyword."""
+    """A field that a config does not have; also a TypeError, as Python raises for an unknown keyword."""
 
 
 def named_fields(cls: type[T]) -> type[T]:
-    """Have the dataclass ``cls`` refuse an unknown field by listing its own, and show only fields that were changed."""
+    """Make the dataclass ``cls`` refuse unknown fields, with a list of its own, and show only changed ones."""
     init: Any = cls.__init__
 
     @wraps(init)
@@ -36,7 +36,7 @@ def named_fields(cls: type[T]) -> type[T]:
 
 
 def refuse_unknown(cls: Any, fields: dict[str, Any]) -> None:
-    """Raise UnknownFieldError unless ``fields`` are some of those of the dataclass ``cls``."""
+    """Raise UnknownFieldError unless all of ``fields`` are fields of the dataclass ``cls``."""
     known = [field.name for field in dataclasses.fields(cls)]
     if unknown := sorted(fields.keys() - set(known), key=str):
         near = [name for one in unknown for name in get_close_matches(str(one), known, 1)]
@@ -45,5 +45,5 @@ def refuse_unknown(cls: Any, fields: dict[str, Any]) -> None:
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Names, as an error lists them."""
+    """Join the names for an error message."""
     return ", ".join(map(repr, names))

@@ -1,4 +1,4 @@
-"""Files: those that a :class:`~hf_memsave.MemSaveConfig` is read from, and how every file is written."""
+"""Read the files of a :class:`~hf_memsave.MemSaveConfig`, and write any file as a whole."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ from hf_memsave.errors import ConfigError
 
 
 def presets() -> dict[str, Any]:
-    """Preset name -> its YAML file."""
+    """Return the YAML file of each preset, by name."""
     found = sorted((files("hf_memsave") / "presets").iterdir(), key=str)
     return {path.name.removesuffix(".yaml"): path for path in found if path.name.endswith(".yaml")}
 
 
 def write(path: str | Path, data: str | bytes) -> None:
-    """Write a file as a whole, beside its place and then moved there; what is no file, as /dev/stdout, is written to.
-
-    Raises:
-        OSError: It cannot be written, and what was there is as it was; ``filename`` is ``path``.
-    """
+    """Write a file as a whole: an OSError, whose ``filename`` is ``path``, leaves the file that was there."""
     content, place = data.encode() if isinstance(data, str) else data, Path(path)
     try:
-        if place.exists() and not place.is_file():
+        if place.exists() and not place.is_file():  # such as /dev/stdout
             place.write_bytes(content)
             return
         place = Path(os.path.realpath(place))  # a link stays one
@@ -46,13 +42,9 @@ def write(path: str | Path, data: str | bytes) -> None:
 
 
 def fields_of(path: str | Path) -> Any:
-    """Returns what a YAML or JSON file says (every JSON file is a YAML file): a mapping, if it is one of fields.
-
-    Raises:
-        ConfigError: The file is missing, malformed or empty.
-    """
+    """Return what a YAML or JSON file says, fields as a mapping; ConfigError if it is missing, malformed or empty."""
     try:
-        fields = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        fields = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))  # JSON is YAML
     except OSError as error:
         where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(

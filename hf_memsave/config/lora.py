@@ -1,4 +1,4 @@
-"""``Lora``: the adapters of a step that is measured or estimated."""
+"""``Lora``: the LoRA adapters of a step that is measured or estimated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_memsave.errors import MeasureError
 
 @dataclass(frozen=True)
 class Lora:
-    """PEFT's LoRA, by short names."""
+    """Fields of PEFT's ``LoraConfig``, by short names."""
 
     r: int = 8  # the rank
     alpha: int = 16  # lora_alpha

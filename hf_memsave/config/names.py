@@ -1,4 +1,4 @@
-"""The name of a model, and what can be told of it before a library is loaded: whether something is there."""
+"""Check that a model's name stands for something, before a large library is loaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hf_memsave.errors import MeasureError
 
-#: How long the hub may take to answer, beyond which only the cache is read.
+#: Seconds within which the hub has to answer; else only the cache is read.
 _SECONDS = 4
 
 
 def refuse_missing(name: str, *files: str) -> None:
-    """Raise MeasureError for a path with nothing there, and for a folder with none of these files."""
+    """Raise MeasureError for a path that does not exist, and for a folder with none of these files."""
     path = Path(name)
     if not path.exists() and (name.endswith(".json") or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)):
         raise MeasureError(f"{name}: no such file or folder. Expected a config.json, or a folder with one.")
@@ -23,7 +23,7 @@ def refuse_missing(name: str, *files: str) -> None:
 
 
 def refuse_unreachable(name: str) -> None:
-    """Raise MeasureError for a name on the hub that is neither in the cache nor to be had."""
+    """Raise MeasureError for a name on the hub that is not in the cache while the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not isinstance(try_to_load_from_cache(name, "config.json"), str) and not hub_answers():
@@ -35,7 +35,7 @@ def refuse_unreachable(name: str) -> None:
 
 
 def hub_answers() -> bool:
-    """Whether the hub answers at all: its client would ask for a minute."""
+    """Return whether the hub answers within seconds, where its own client would try for a minute."""
     from huggingface_hub import constants, get_session
 
     answers = []

@@ -1,4 +1,4 @@
-"""Bytes, as users write them and as they read them, in tables too."""
+"""Read sizes in bytes as users write them, and format them for users, in tables too."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(I?B?))?", re.IGNORECASE
 
 
 def bytes_of(size: int | str, name: str = "memory") -> int:
-    """Returns bytes given as such or as a text: "24GiB" and (as for SLURM) "24G" are 24 x 2^30, "24GB" is 24 x 10^9.
+    """Return bytes given as such or as a text: "24GiB" and (as for SLURM) "24G" are 24 x 2^30, "24GB" is 24 x 10^9.
 
-    An error calls them ``name``. A text without a unit is bytes, but for less than a MiB, which lacks one.
+    A text without a unit is bytes, but refused below a MiB, as it lacks one. An error calls the size ``name``.
 
     Raises:
         PlanError: It is neither, or not more than 0.
@@ -39,23 +39,23 @@ def bytes_of(size: int | str, name: str = "memory") -> int:
 
 
 def gib(count: float) -> str:
-    """Bytes, to be read: "22.35 GiB", or less in MiB, KiB or bytes."""
+    """Format bytes for reading: "22.35 GiB", or less in MiB, KiB or bytes."""
     size, unit = next((u for u in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")) if count >= u[0]), (1, "bytes"))
     return f"{count / size:,.{2 * (size > 1)}f} {unit}"
 
 
 def both(count: float) -> str:
-    """Bytes beside what people compare them with: "22.35 GiB (24.0 GB)"."""
+    """Format bytes in binary and decimal units: "22.35 GiB (24.0 GB)"."""
     return f"{gib(count)} ({count / 1e9:,.1f} GB)" if count >= GIB else f"{gib(count)} ({count / 1e6:,.1f} MB)"
 
 
 def counted(number: int | str, noun: str) -> str:
-    """So many things, or what is written for their number: "1 model", "6 + 6 layers"."""
+    """Format a number, or the text for one, with its noun: "1 model", "6 + 6 layers"."""
     return f"{number if isinstance(number, str) else f'{number:,}'} {noun}{'' if str(number) == '1' else 's'}"
 
 
 def html_table(title: str, rows: Iterable[Iterable[str]], remarks: Iterable[str] = ()) -> str:
-    """A table for a notebook: a title, a row of headings, rows, and remarks below."""
+    """Return a table for a notebook in HTML: a title, a row of headings, rows, and remarks below."""
     head, *rest = [[html.escape(cell.strip()) for cell in row] for row in rows]
     cells = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
     cells += [f"<tr><th>{name}</th>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for name, *row in rest]

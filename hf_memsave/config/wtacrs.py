@@ -17,19 +17,19 @@ class WTACRS:
     Source: Liu et al. (2023), arXiv:2305.15265.
 
     Attributes:
-        budget: Rows (tokens) that each weight gradient is made from, of all real tokens of the batch: in (0, 1]. Above
-            15/16 all are taken: drawing would keep no less.
+        budget: Share of the batch's real tokens (rows) that each weight gradient is computed from, in (0, 1]. Above
+            15/16 all are taken: sampling would keep no less.
         estimator: "wta" (Eq. 6), "crs" (Eq. 5: more noise), or "topk" (the rows of largest probability, unscaled:
             biased, to compare).
         targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
-            all in repeated blocks of which sampling frees some bytes. Of LoRA, lora_A is sampled; lora_B if named.
+            all in repeated blocks whose sampling frees bytes. Of LoRA, lora_A is sampled; lora_B only if named.
         cache: What predicts a row's gradient norm: "position" (a running profile by layer and position, a few KB);
             also the sample's own last norm, found by the batch's column "sample_idx" or by a hash of its tokens
             ("content"); or None (rows are drawn by the norm of the activation alone).
-        samples: For "sample_idx", how many samples there are; for "content", how many slots the table has (262,144): at
+        samples: For "sample_idx", the number of samples; for "content", the number of the table's slots (262,144): at
             most a byte for each and each sampled linear.
-        minimum: Fewest rows; a batch with no more real tokens than its rows is exact.
-        seed: Of the draws, which never touch the model's own generators.
+        minimum: Fewest rows to sample; a batch with no more real tokens than that is exact.
+        seed: Seed of the draws, which never touch the model's own generators.
         attention: Also sample both products of eager attention (their four operand gradients).
     """
 
@@ -69,5 +69,5 @@ class WTACRS:
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether ``value`` is a whole number; True and False are none."""
+    """Return whether ``value`` is a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)

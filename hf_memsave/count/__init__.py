@@ -1,1 +1,1 @@
-"""What is alive, what is kept between forward and backward, and the most that is alive in a step."""
+"""Count the bytes that are kept between forward and backward, and the most alive at once in a step."""

@@ -1,8 +1,8 @@
-"""The meter: every byte that a forward leaves alive for backward, wherever it hides.
+"""Count every byte that a forward leaves alive for backward, wherever it is held.
 
-Memory is counted, not sampled. A dispatch mode sees every storage that any operation allocates, in Python or in C++,
-and the module that was running; a scan of Python's own objects finds tensors made outside the dispatcher (generator
-states). What is still alive when only the loss is held was kept: by autograd, on a ``ctx``, in a closure or a global.
+Memory is counted, not sampled. A dispatch mode sees every storage that any op allocates, in Python or in C++, and the
+module that was running; a scan of Python's own objects finds tensors made outside the dispatcher (generator states).
+What is still alive when only the loss is held was kept: by autograd, on a ``ctx``, in a closure or in a global.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_memsave.tape.kinds import KINDS_OF_OPS, kind_of_op
 from hf_memsave.tape.private import modules_that_run
 from hf_memsave.tape.wrappers import parts_of
 
-#: Held by a thread that measures or estimates: logs, the collector and random states are of the whole process.
+#: Held by a thread that measures or estimates: logs, garbage collection and random states are process-wide.
 one_at_a_time = threading.RLock()
 
 
@@ -46,7 +46,7 @@ class KeptStorage:
 
 @dataclass(frozen=True, repr=False)
 class Kept:
-    """What :func:`measure_kept` found."""
+    """The result of :func:`measure_kept`."""
 
     storages: tuple[KeptStorage, ...]
 
@@ -82,10 +82,9 @@ def measure_kept(
 ) -> Kept:  # fmt: skip
     """Run one forward and count the bytes kept between forward and backward, by module.
 
-    The model runs in the mode it is in, under the autocast and hooks that are active; parameters, gradients and the
-    random state are left as they were, and nothing is kept afterwards. Parameters, buffers, the batch itself and what
-    other threads make do not count. Of an output with a loss only the loss is held, as ``Trainer`` does; otherwise the
-    whole output. Threads that measure or estimate wait for each other.
+    The model runs in its current mode, under active autocast and hooks; parameters, gradients and random states stay as
+    they were, and nothing stays kept. Parameters, buffers, the batch and other threads' tensors do not count. If the
+    output has a loss, only that is held, as by ``Trainer``; else the whole output. Threads that measure take turns.
 
     Args:
         model: Any module.
@@ -97,6 +96,16 @@ def measure_kept(
 
     Raises:
         MeasureError: The model is no module, the batch is text, or inference mode is on, in which nothing is kept.
+
+    Example:
+        >>> import torch, transformers
+        >>> from hf_memsave import measure_kept, patch
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+        >>> model = transformers.BertModel(transformers.BertConfig(**sizes)).train()
+        >>> batch = {"input_ids": torch.ones(4, 32, dtype=torch.long)}
+        >>> stock, report = measure_kept(model, batch), patch(model)
+        >>> measure_kept(model, batch).total < 0.6 * stock.total
+        True
     """
     if not isinstance(model, nn.Module):
         raise MeasureError(not_a_module("measure_kept(model, batch)", model))
@@ -136,7 +145,7 @@ def measure_kept(
 
 
 class OpCall(NamedTuple):
-    """An op that ran, what it was given, and what it returned."""
+    """A call of an op: the op, its arguments, and its output."""
 
     func: Any
     args: Any
@@ -145,9 +154,9 @@ class OpCall(NamedTuple):
 
 
 class StorageMode(TorchDispatchMode):
-    """Tells a subclass, op by op, of the storages that an op was given and of those that it made."""
+    """A dispatch mode that passes the storages that each op was given, and those it made, to a subclass."""
 
-    #: Which types of device have storages that count; None for all.
+    #: Returns whether storages on a type of device count; None for all.
     counts: Callable[[str], bool] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,12 +172,12 @@ class StorageMode(TorchDispatchMode):
         return output
 
     def after(self, call: OpCall, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
-        """Called after each op; what it was given comes with its bytes before the op."""
+        """Handle an op that has run; the storages that it was given come with their bytes before it."""
         raise NotImplementedError
 
 
 class _ByModule(StorageMode):
-    """Notes of each storage the module and the op that made it."""
+    """A mode that records the module and the op that made each storage."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,31 +191,31 @@ class _ByModule(StorageMode):
                 self.made[storage._cdata] = StorageWeakRef(storage), made_by(self.names, call.func, storage.nbytes())
 
     def alive(self) -> list[KeptStorage]:
-        """What is still alive, with the bytes that it has now."""
+        """Return the records of the storages that are still alive, with their bytes now."""
         alive = [(ref, record) for ref, record in self.made.values() if not ref.expired()]
         return [replace(r, nbytes=torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()) for ref, r in alive]
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The paths of the modules of ``model``, by their ``id``."""
+    """Return the paths of the modules of ``model``, by their ``id``."""
     return {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
 
 
 def made_by(names: Mapping[int, str], func: Any, nbytes: int) -> KeptStorage:
-    """What ``func`` makes just now on this thread, by the module that runs, one of ``names``: as its frames tell."""
+    """Return the record of a storage that ``func`` just made, by the innermost running module of those in ``names``."""
     running, op = modules_that_run()[0], func.overloadpacket.__name__
     path = next((names[id(m)] for m in running if id(m) in names), "(outside the model)")
     return KeptStorage(path, kind_of_op(running[:1], op), op, nbytes)
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """``tensor.device``; of a fake tensor without the dispatcher, where each such question takes as long as an op."""
+    """Return ``tensor.device``, for fake tensors without the dispatcher, where each query takes as long as an op."""
     device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
     return device
 
 
 def storages(leaves: Iterable[Any], on: Callable[[str], bool] | None = None) -> Iterator[torch.UntypedStorage]:
-    """The storages of dense tensors, and of those in wrappers; ``on`` tells of which types of device."""
+    """Yield the storages of dense tensors, and of those in wrappers, on the device types for which ``on`` is true."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not is_lazy(leaf):
             for part in parts_of(leaf):
@@ -218,7 +227,7 @@ def storages(leaves: Iterable[Any], on: Callable[[str], bool] | None = None) -> 
 
 
 def live_tensors() -> list[Tensor]:
-    """All tensors that Python's collector knows."""
+    """Return all tensors that Python's garbage collector tracks."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
     return [o for o in objects if type(o) in kinds]

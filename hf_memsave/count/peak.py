@@ -1,9 +1,9 @@
-"""The peak: the most bytes alive at once in a whole training step, counted op by op, without a GPU's allocator.
+"""Count the peak: the most bytes alive at once in a whole training step, op by op, without a GPU's allocator.
 
 A dispatch mode sees every storage that an op makes, in forward and in backward, and a weak reference tells when that
-storage dies. Not seen: buffers that a kernel frees before it returns, tensors that no op makes (the states of
-generators), fragmentation in an allocator. Under any dispatch mode PyTorch adds the gradients of a tensor with several
-consumers out of place, where otherwise it adds in place if it can: then the count has one gradient of that tensor more.
+storage dies. Not seen: buffers that a kernel frees before it returns, tensors that no op makes (generator states),
+an allocator's fragmentation. Under any dispatch mode PyTorch adds the gradients of a tensor with several consumers
+out of place, where otherwise it adds in place if it can: the count then has one more gradient of that tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_memsave.count.kept import KeptStorage, OpCall, StorageMode
 
 @dataclass(frozen=True)
 class Peak:
-    """What :func:`count_peak` found, in bytes above what was alive at the start."""
+    """The result of :func:`count_peak`, in bytes above what was alive at the start."""
 
     peak: int  # the most that was alive at once
     end: int  # what is still alive after the step: gradients, if they were not there before, and whatever leaks
@@ -34,12 +34,12 @@ class Peak:
 def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
     """Run ``step`` once and count the most bytes that are alive at once in it.
 
-    Every storage that an op in ``step`` makes counts once, on whatever device; of one from before, its growth.
-    What ``step`` returns is dropped. Python's collector waits: what hangs in a reference cycle counts to the end.
+    Every storage that an op in ``step`` makes counts once, on any device; an older one counts by its growth. What
+    ``step`` returns is dropped. Garbage collection is off: what hangs in a reference cycle counts to the end.
 
     Args:
-        step: Does one forward and backward, as in ``lambda: model(**batch).loss.backward()``.
-        unit: What an allocator rounds the bytes of a storage up to.
+        step: Runs one forward and backward, as in ``lambda: model(**batch).loss.backward()``.
+        unit: The bytes to a multiple of which an allocator rounds up each storage.
 
     Returns:
         The peak, what is left at the end, and the bytes alive after each op.
@@ -63,7 +63,7 @@ def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
 
 @dataclass
 class _Counted:
-    """A storage that counts: the reference that tells of its death, and its bytes, without those from before."""
+    """A storage that counts: a weak reference that tells of its death, and its bytes, without those from before."""
 
     ref: weakref.ref[torch.UntypedStorage]
     before: int
@@ -72,13 +72,11 @@ class _Counted:
 
 
 class Count(StorageMode):
-    """The bytes alive of all storages that ops make while the mode is on, and the most that they came to.
-
-    Meanwhile Python's collector is off: when it comes depends on everything that the process did before.
+    """A mode that counts the bytes alive of all storages that ops make while it is on, and their peak.
 
     Args:
         device: The type of device that counts; None for all but "meta".
-        unit: What an allocator rounds the bytes of a storage up to.
+        unit: The bytes to a multiple of which an allocator rounds up each storage.
     """
 
     def __init__(self, device: str | None = None, unit: int = 1) -> None:
@@ -94,7 +92,7 @@ class Count(StorageMode):
         torch.clear_autocast_cache()  # a cast of a weight from before would not be counted
         if gc.isenabled():
             self._undo.callback(gc.enable)
-        gc.disable()
+        gc.disable()  # when it collects depends on everything that the process did before
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
@@ -102,7 +100,7 @@ class Count(StorageMode):
         self._undo.close()
 
     def after(self, call: OpCall, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
-        """Count what the op made, and by how much it made others larger or smaller."""
+        """Count the storages that the op made, and the change in size of those that it was given."""
         is_constant = call.func is torch.ops.aten.lift_fresh.default  # torch.tensor(...): made just now, by no op
         for storage, before in given:
             self.see(storage, 0 if is_constant else before)
@@ -111,11 +109,11 @@ class Count(StorageMode):
         self.note(call)
 
     def note(self, call: OpCall) -> None:
-        """Called after each op."""
+        """Record the op that ran and the bytes alive after it."""
         self.timeline.append((str(call.func), self.live))
 
     def see(self, storage: torch.UntypedStorage, before: int = 0) -> None:
-        """Count the bytes that ``storage`` has now; it had ``before`` of them before the op, none if it is new."""
+        """Count the bytes that ``storage`` has now, without the ``before`` that an uncounted one had before the op."""
         key, nbytes, before = storage._cdata, rounded(storage.nbytes(), self.unit), rounded(before, self.unit)
         entry = self.made.get(key)
         if entry is None:
@@ -135,5 +133,5 @@ class Count(StorageMode):
 
 
 def rounded(nbytes: int, unit: int) -> int:
-    """``nbytes``, rounded up to a multiple of ``unit``."""
+    """Round ``nbytes`` up to a multiple of ``unit``."""
     return -(-nbytes // unit) * unit

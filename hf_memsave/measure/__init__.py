@@ -1,1 +1,1 @@
-"""What a training step costs in memory, measured and estimated."""
+"""Measure and estimate the memory of a training step."""

@@ -1,4 +1,4 @@
-"""The estimate held against a real step on this machine's GPU, with random weights: its allocator's own peak."""
+"""Compare an estimate with a real step on this machine's GPU: random weights, PyTorch's own count of its memory."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from hf_memsave.measure.models import at_depth
 from hf_memsave.measure.trace import UNIT, make_states, run_passes
 from hf_memsave.measure.training import Training, prepared
 
-#: How far what was measured may be from what was predicted: kept bytes, and the peak.
+#: The largest difference allowed between prediction and measurement: of kept bytes, and of the peak.
 SLACK = {"kept": 0.03, "peak": 0.07}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Bytes "kept" and at the "peak", predicted and measured, without cuBLAS's work spaces."""
+    """Predicted and measured bytes "kept" for backward and at the "peak", without cuBLAS's workspaces."""
 
     predicted: dict[str, int]
     measured: dict[str, int]
 
     def difference(self, name: str) -> float:
-        """Return how far what was predicted is from what was measured, as a share of the latter."""
+        """Return the relative difference of the predicted bytes from the measured ones."""
         return self.predicted[name] / max(1, self.measured[name]) - 1
 
     @property
     def agrees(self) -> bool:
-        """Whether all is within :data:`SLACK`."""
+        """Whether both differences are within :data:`SLACK`."""
         return all(abs(self.difference(name)) <= slack for name, slack in SLACK.items())
 
 
 def check(config: PreTrainedConfig, result: Estimate, training: Training, memsave: MemSaveConfig) -> dict[str, Check]:
-    """Run the step that was estimated, "stock" and "patched", and compare; MeasureError if neither fits a GPU here."""
+    """Run the estimated step, "stock" and "patched", where it fits the GPU, and compare; MeasureError if none does."""
     free, found, config = torch.cuda.mem_get_info()[0], {}, at_depth(config, result.depth)
     for name, estimated in result.columns.items():
         if estimated.peak <= free:
@@ -60,7 +60,7 @@ def check(config: PreTrainedConfig, result: Estimate, training: Training, memsav
 
 
 def _on_cuda(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> dict[str, int]:
-    """Run a real step, in which the optimizer has its states; returns bytes "kept" and at the "peak"."""
+    """Run a real step whose optimizer already has its states, and return its bytes "kept" and at the "peak"."""
     gc.collect()  # a step before this one may hang in cycles
     torch.nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()  # has cuBLAS take its own
     before = torch.cuda.memory_allocated()

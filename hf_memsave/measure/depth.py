@@ -1,13 +1,13 @@
-r"""Figures of a model at its full depth, from shallow ones.
+r"""Extrapolate the figures of a model at its full depth from shallow ones.
 
-The layers of a stack are alike, after p of them at the latest. So whatever is counted of a model (kept bytes of a kind,
-parameters, the bytes alive at one moment of a block counted from the first one, or from the last one) is affine in the
-depth L, and two depths tell it::
+The layers of a stack repeat after p of them at the latest. So every figure of a model (kept bytes of one kind,
+parameters, the bytes alive at one moment of a block counted from the first or from the last one) is affine in the
+depth L, and two depths determine it::
 
     n(L) = n(d) + (L - d) / p * (n(d + p) - n(d))
 
-An encoder and a decoder have a term each. Of the blocks between the first ones and the last ones, each has a number of
-bytes between those of its neighbours: the highest moment of a step is found among the first and the last ones.
+An encoder and a decoder have a term each. The bytes of a middle block lie between those of its neighbours, so the
+highest moment of a step is among the first and the last blocks.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from hf_memsave.measure.models import DepthError, at_depth, count_parameters, de
 from hf_memsave.measure.training import Training, trace_at
 from hf_memsave.tape.decide import SPAN
 
-#: From which layer on those of a tape are alike, and after how many they repeat themselves: under autocast it keeps a
-#: residual sum after every SPAN-th or next block, and recomputes those between; elsewhere, in Gemma, every SPAN-th.
+#: Patched: the layer from which layers are alike, and their period. Under autocast a tape keeps a residual sum after
+#: every SPAN-th or next block, and recomputes those between; without it, in Gemma, after every SPAN-th.
 FROM, REPEATS = SPAN + 2, SPAN * (SPAN + 1)
-#: From which on those of stock are alike, with the peak of a step.
+#: Stock: the layer from which layers, and so the peak of a step, are alike.
 _FROM_STOCK = 3
-#: Figures of a step of which it is told how much each layer adds.
+#: The figures for which a trace records how much each layer adds.
 _OF_LAYER = ("kept", "at_loss", "away", "flops")
 
 
 @dataclass(frozen=True)
 class Depths:
-    """The depths that tell of the full one. All are numbers of layers, by field of the configuration."""
+    """The depths to trace for the figures at full depth: numbers of layers by field of the configuration."""
 
-    full: dict[str, int]  # what is wanted
-    first: dict[str, int]  # the first to run
-    every: dict[str, int]  # how many more of each stack in turn the deeper ones have, after which layers repeat
+    full: dict[str, int]  # the depth to extrapolate to
+    first: dict[str, int]  # the shallowest one to trace
+    every: dict[str, int]  # the period of each stack, by which a deeper trace has more of its layers
 
     @property
     def run(self) -> tuple[dict[str, int], ...]:
-        """The first depth, and one with more layers of each stack in turn."""
+        """The first depth, and for each stack one that is a period deeper."""
         return (self.first, *(self.first | {field: self.first[field] + n} for field, n in self.every.items()))
 
     def carried(self, points: Sequence[Any]) -> Any:
-        """A number, or a dict of numbers, at full depth; ``points`` are what it is at each of :attr:`run`."""
+        """Extrapolate a number, or a dict of numbers, to full depth from ``points``, its values at :attr:`run`."""
         first, *deeper = points
         if isinstance(first, Mapping):
             return {n: self.carried([p.get(n, 0) for p in points]) for n in {n: 0 for point in points for n in point}}
@@ -57,7 +57,7 @@ class Depths:
 
 
 def depths_for(config: PreTrainedConfig, full: dict[str, int], least: int, repeats: int) -> Depths:
-    """Depths from ``least`` layers on, or from the full one if it has fewer, after which layers repeat themselves."""
+    """Return depths to trace, from ``least`` layers on (or all, if fewer), with periods that ``repeats`` divides."""
     own = {field: period(config) if i == 0 else 1 for i, field in enumerate(full)}  # the first stack may have types
     every = {field: math.lcm(repeats, n) for field, n in own.items()}
     start = {field: max(least, n) for field, n in own.items()}
@@ -66,7 +66,7 @@ def depths_for(config: PreTrainedConfig, full: dict[str, int], least: int, repea
 
 
 def with_depth(config: PreTrainedConfig, layers: int | None = None) -> tuple[PreTrainedConfig, dict[str, int]]:
-    """The configuration at a depth, and that by field; nothing by field where few layers do not tell of the others."""
+    """Return the configuration with ``layers``, and its depth by field, empty if figures cannot be extrapolated."""
     if layers:
         config = at_depth(config, depth_of(config, layers))
     try:
@@ -81,14 +81,14 @@ def with_depth(config: PreTrainedConfig, layers: int | None = None) -> tuple[Pre
         return config, {}
 
 
-#: What was traced, on the stand-in device -> the step: asked for again, it costs nothing.
+#: A cache: the arguments of :func:`trace_in_full` -> its trace.
 _KNOWN: dict[Any, Trace] = {}
 
 
 def trace_in_full(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None
 ) -> Trace:
-    """A step at full depth, from few layers where it has like ones; without a ``depth``, of the model as it is."""
+    """Trace a step at full depth, from few layers where they are alike, or whole for no ``depth``; keep the trace."""
     key = type(config), config.to_json_string(use_diff=False), tuple(depth.items()), training, memsave
     if key not in _KNOWN:
         _KNOWN[key] = trace_few(config, depth, training, memsave)
@@ -98,7 +98,7 @@ def trace_in_full(
 def trace_few(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None
 ) -> Trace:
-    """:func:`trace_in_full` without its memory."""
+    """Trace a step as :func:`trace_in_full` does, without its cache."""
     least, repeats = FROM, SPAN
     if memsave is None:
         least, repeats = _FROM_STOCK, 1
@@ -114,7 +114,7 @@ def trace_few(
 
 
 def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:
-    """The step at full depth, its first and its last blocks, from those at ``depths.run``; DepthError if unlike."""
+    """Extrapolate traces at ``depths.run`` to the first and last blocks of the full depth; DepthError if unlike."""
     first = traces[0]
     blocks = depths.carried([trace.blocks for trace in traces])
     places: dict[Place, Moment] = {}
@@ -139,5 +139,5 @@ def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:
 
 
 def _moved(place: Place, end: int, blocks: Mapping[str, int]) -> Place:
-    """The place in a model of these blocks, counted from the last one where there were ``end`` of them."""
+    """Return ``place`` in a model of ``blocks``: with an ``end`` other than 0, at its distance from the last block."""
     return place._replace(block=place.block + blocks[place.stack] - end) if end else place

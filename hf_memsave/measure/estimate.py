@@ -1,13 +1,12 @@
-"""What a training step will take of a GPU's memory, from the configuration alone: no weights, and no GPU.
+"""Estimate the GPU memory of a training step from a model's configuration alone: no weights, and no GPU.
 
-A few layers are run, forward, backward and optimizer, on a stand-in for a CUDA device
-(:mod:`~hf_memsave.measure.fake_device`), and every byte is counted; the full depth follows from them exactly
+A few layers run forward, backward and the optimizer on a stand-in for a CUDA device
+(:mod:`~hf_memsave.measure.fake_device`), where every byte is counted; the full depth follows exactly
 (:mod:`~hf_memsave.measure.depth`).
 
-Modelled: parameters, gradients, the optimizer's states, activations, transients of forward, loss, backward and
-optimizer, autocast's copies, adapters, rounding to 512 bytes, the largest work spaces of attention. Stated as
-constants: :data:`~hf_memsave.measure.figures.OWN`. Not modelled: fragmentation, buffers of communication, and what
-kernels take for themselves otherwise.
+Modelled: parameters, gradients, optimizer states, activations, transients of forward, loss, backward and optimizer,
+autocast's copies, adapters, rounding to 512 bytes, the largest workspaces of attention. Stated as constants:
+:data:`~hf_memsave.measure.figures.OWN`. Not modelled: fragmentation, communication buffers, kernels' other workspaces.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ from hf_memsave.measure.training import OPTIMIZERS, Training, config_of, trainin
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate:
-    """What :func:`estimate` found; ``str()`` of it is a table."""
+    """The result of :func:`estimate`; ``str()`` of it is a table."""
 
-    model: str  # its type
-    depth: dict[str, int]  # field of the configuration -> number of layers; of a model that is traced whole, none
-    u: int | None  # bytes of one activation ``[batch, seq, hidden]``; of other inputs than tokens, None
-    stock: Trace  # without hf_memsave
-    patched: Trace | None  # with it; None where that was not asked for
-    optimizer: str  # as in the training
+    model: str  # the model type
+    depth: dict[str, int]  # field of the configuration -> number of layers; empty for a model that is traced whole
+    u: int | None  # bytes of one activation ``[batch, seq, hidden]``; None for inputs other than tokens
+    stock: Trace  # the step without hf_memsave
+    patched: Trace | None  # the step with it; None where that was not asked for
+    optimizer: str  # a key of OPTIMIZERS
     memory: int | None = None  # the limit in bytes; None if none was given
 
     @property
     def step(self) -> Trace:
-        """The patched step, or stock's where no other was asked for."""
+        """The patched step; stock's where only that was estimated."""
         return self.patched or self.stock
 
     @property
     def fits(self) -> bool | None:
-        """Whether :attr:`step` needs no more than ``memory``."""
+        """Whether :attr:`step` needs no more than ``memory``; None without a limit."""
         return None if self.memory is None else self.step.needed <= self.memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, in bytes."""
+        """Return all figures, in bytes, as plain data."""
         steps: dict[str, Any] = {name: trace.to_dict() for name, trace in self.columns.items()}
         told = {name: getattr(self.step, name) for name in ("numbers", "inputs", "has_loss")}
         sites = [(*site, count) for site, count in sorted(self.step.sites.items())]
@@ -64,7 +63,7 @@ class Estimate:
 
     @property
     def columns(self) -> dict[str, Trace]:
-        """Stock's step, and the patched one if there is one, by name."""
+        """The traced steps by name: "stock", and "patched" if there is one."""
         return {"stock": self.stock} | ({"patched": self.patched} if self.patched else {})
 
     @property
@@ -81,7 +80,7 @@ class Estimate:
         return [["", *self.columns], *rows, *each]
 
     def remarks(self) -> list[str]:
-        """Where the peaks are, what would lower one that patching cannot, and whether the step fits."""
+        """Say where the peaks are, what would lower one that patching cannot, and whether the step fits."""
         peaks: dict[str, list[str]] = {}
         for name, memory in self.columns.items():
             peaks.setdefault(memory.where, []).append(name)
@@ -116,14 +115,14 @@ class Estimate:
         return html_table(self._title, self._rows(), self.remarks())
 
 
-#: Figures of a step -> what a table calls them.
+#: Figure of a trace -> its name in a table.
 _ROWS = {
     "parameters": "parameters", "trained": "gradients", "states": "optimizer's states", "kept": "kept for backward",
     "away": "  of which in main memory",
     "in_passes": "peak of forward and backward", "in_optimizer": "peak of the optimizer's step",
     "temporaries": "  of which are its temporaries", "peak": "peak of the step", "needed": "needed, with CUDA's own",
 }  # fmt: skip
-#: Optimizer -> what takes fewer temporaries, or fewer bytes beside them.
+#: Optimizer -> what lowers the peak of its step, in words.
 _LOWER = dict.fromkeys(OPTIMIZERS, "LoRA, or by sharding") | {
     "adamw": "fused AdamW (Trainer: optim='adamw_torch_fused') or foreach=False, or with 8-bit or paged AdamW",
     "adamw_fused": "8-bit or paged AdamW",
@@ -142,14 +141,14 @@ def estimate(
     Args:
         model_or_config: A name on the hub, a folder, a model type, a configuration, or a model of Transformers (of
             which the configuration is read, and the dtype of its weights).
-        batch_size: Sequences, on each device; or images, or pieces of sound.
-        seq_len: Tokens in each.
-        batch: Tensors by name, instead of these two: shapes and dtypes are read.
+        batch_size: Sequences (or images, or audio clips) on each device.
+        seq_len: Tokens in each sequence.
+        batch: Tensors by name, instead of these two: their shapes and dtypes are read.
         memsave: As for :func:`hf_memsave.patch`; False for stock alone.
-        memory: What there is, in bytes or as "24GiB".
-        devices: Over how many to shard.
-        sharding: "ddp", "zero1", "zero2" or "fsdp" (which is ZeRO-3 too).
-        layers: The depth, instead of the configuration's own.
+        memory: The memory of each device, in bytes or as "24GiB", to tell whether the step fits.
+        devices: Number of devices that train together.
+        sharding: "ddp", "zero1", "zero2" or "fsdp" (also for ZeRO-3).
+        layers: Number of layers, instead of the configuration's own.
         **training: Fields of :class:`~hf_memsave.measure.training.Training`: dtype, autocast, optimizer, lora,
             quantized, checkpointing, accumulation, attention, padded, holds_output. A ``lora`` may be a dict of fields
             of :class:`~hf_memsave.config.lora.Lora`.
@@ -160,6 +159,14 @@ def estimate(
     Raises:
         MeasureError: The model or a field is not known, or the step cannot be run.
         PlanError: ``memory`` is no size.
+
+    Example:
+        >>> from hf_memsave import estimate
+        >>> from transformers import LlamaConfig
+        >>> small = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 8}
+        >>> found = estimate(LlamaConfig(**small, vocab_size=256), batch_size=8, seq_len=512, memory="1GiB")
+        >>> found.fits, found.patched.kept < 0.6 * found.stock.kept
+        (True, True)
     """
     limit = None if memory is None else bytes_of(memory)
     if layers is not None and not (is_int(layers) and layers > 0):

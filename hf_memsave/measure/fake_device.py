@@ -1,8 +1,7 @@
-"""A CUDA device that is not there: its tensors have shapes, dtypes and bytes, and no numbers.
+"""A stand-in for a CUDA device: its tensors have shapes, dtypes and sizes in bytes, and no values.
 
 A model runs on it forward and backward as on CUDA, in seconds and without weights: autocast with CUDA's lists, fused
-dropout and norms, the attention kernels of CUDA. What reads a number raises, as it would make a CUDA program wait.
-Nothing is known of time, nor of what a kernel takes for itself while it runs.
+dropout and norms, its attention kernels. Reading a value raises. Time and kernels' workspaces are not modelled.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hf_memsave.tape.private import is_running
 
 P = ParamSpec("P")
 R = TypeVar("R")
-#: The state of a generator of CUDA's: a seed and an offset.
+#: Bytes of a CUDA generator's state: a seed and an offset.
 STATE_BYTES = 16
 
 
@@ -43,7 +42,7 @@ _generator = SimpleNamespace(
     get_state=lambda device=None: torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu"),
     set_state=lambda state, device=None: None,
 )
-#: What ``torch.cuda`` is for CUDA. The device is there for one thread: others train on what the machine has.
+#: The counterpart of ``torch.cuda``. The device is available to one thread: others train on real devices.
 _module: Any = SimpleNamespace(
     thread=None, is_available=lambda: _module.thread == get_ident(),
     _initialized=True, is_initialized=lambda: True, _is_in_bad_fork=lambda: False,
@@ -62,13 +61,13 @@ def _register() -> None:
 
 
 class _GpuMasks(TorchFunctionMode):
-    """Has Transformers make no S x S mask but those that it makes on a GPU, where it reads what is packed and padded.
+    """A mode in which Transformers makes only the S x S masks that it makes on a GPU, where it reads values.
 
-    It makes them of tensors without numbers that it is given on this thread: so it is told here that none are packed,
-    and where nothing is padded, that there is no mask (decoders like BART's make one of ones).
+    Its tensors have no values here. So on this thread it is told that no sequences are packed, and where nothing is
+    padded, that there is no mask (decoders like BART's make one of ones).
     """
 
-    lets_by = True  # a fused layer: it asks for no more than the two calls below
+    lets_by = True  # fused layers may run: this mode needs to see the two calls below alone
 
     def __init__(self, padded: bool) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ class _GpuMasks(TorchFunctionMode):
 
 @contextlib.contextmanager
 def fake_device(attention: str = "flash", padded: bool = True) -> Iterator[torch.device]:
-    """Inside, the device is there, with a preferred kernel, for padded batches or others; else MeasureError."""
+    """Provide the stand-in device inside, with a preferred kernel, for padded batches or others; else MeasureError."""
     if attention not in ATTENTION:
         raise MeasureError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}. Use 'flash'.")
     with one_at_a_time:
@@ -96,7 +95,7 @@ def fake_device(attention: str = "flash", padded: bool = True) -> Iterator[torch
 
 
 def to_fake(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give ``model``, which may be on the meta device, fake parameters and buffers on ``device``, in place."""
+    """Replace the parameters and buffers of ``model``, even meta ones, by fake ones on ``device``, in place."""
 
     @functools.cache  # what is shared stays shared
     def fake(tensor: Tensor) -> Any:
@@ -110,7 +109,7 @@ def to_fake(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def without_gpus(function: Callable[P, R]) -> Callable[P, R]:
-    """Have ``function``, of a module, run in another process wherever this one has a GPU, as it would lose it."""
+    """Wrap a module-level function to run in another process, without GPUs, where this process would lose its own."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -136,7 +135,7 @@ def without_gpus(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _answer() -> None:
-    """Run what standard input asks for, in a process without GPUs."""
+    """Run the pickled call read from standard input, in a process without GPUs, and write its result."""
     answer, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever else is printed is no answer
     function, args, kwargs = pickle.loads(sys.stdin.buffer.read())
     try:

@@ -1,8 +1,7 @@
-"""What one training step takes: the highest moment of each part of it, and what follows from them.
+"""The memory figures of one training step: the highest moment of each part of it, and what follows from these.
 
-A step is cut into *places*: a phase ("forward", "backward", "optimizer"), a stack of repeated blocks, and the number of
-the block in it that runs. Of each place the highest moment is kept: with it the step of a deeper model is known too
-(:mod:`~hf_memsave.measure.depth`).
+A step is divided into *places*: a phase ("forward", "backward", "optimizer"), a stack of repeated blocks, and the
+number of the running block. The highest moment of each is kept, for :mod:`~hf_memsave.measure.depth`.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ import numpy
 from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import MeasureError
 
-#: What is kept in main memory, among the kinds of op.
+#: The kind of op under which bytes kept in main memory are counted.
 AWAY = "in main memory"
-#: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
+#: Bytes of a process's CUDA context, outside of the allocator; they depend on device and driver.
 CONTEXT = 500 * MIB
-#: What cuBLAS takes for the thread of the forward, and for that of the backward: on Hopper 32 MiB each, before it 8.1.
+#: cuBLAS's workspaces for the forward's thread and the backward's: 32 MiB each on Hopper, 8.1 MiB before it.
 WORKSPACES = 2 * 32 * MIB
-#: What there is in no trace.
+#: Bytes that no trace counts.
 OWN = WORKSPACES + CONTEXT
-#: What :meth:`Trace.to_dict` tells, beside the timeline and what each layer adds.
+#: The figures in :meth:`Trace.to_dict`, beside the timeline and what each layer adds.
 FIGURES = (
     "peak", "where", "parameters", "gradients", "states", "activations", "kept", "away", "by_kind", "by_module",
     "depths", "trained", "in_passes", "in_optimizer", "temporaries", "needed",
 )  # fmt: skip
-#: Name -> which of parameters, gradients and states are divided by the number of devices. FSDP (and ZeRO-3) gathers
-#: the parameters of the block that runs, and of the next one beside it, and has one block's gradients whole until they
-#: are reduced. What lies outside of blocks is gathered as one more unit.
+#: Name -> whether parameters, gradients and states are divided by the number of devices. FSDP (and ZeRO-3) gathers
+#: the parameters of the block that runs and of the next one, and has one block's gradients whole until they are
+#: reduced. Parameters outside of blocks are gathered as one more unit.
 SHARDINGS = {
     "ddp": (False, False, False),
     "zero1": (False, False, True),
@@ -41,26 +40,23 @@ SHARDINGS = {
 
 
 class Place(NamedTuple):
-    """Where in a step: its phase, the path of a stack, and the number of a block in it; outside of blocks, "" and 0.
-
-    ``is_after`` is set between the end of a block's forward and whatever block comes next.
-    """
+    """A place in a step: its phase, the path of a stack, and the number of a block in it ("" and 0 outside blocks)."""
 
     phase: str
     stack: str = ""
     block: int = 0
-    is_after: bool = False
+    is_after: bool = False  # between the end of a block's forward and the next block
 
     @property
     def where(self) -> str:
-        """The part of the phase, in words."""
+        """The block and its stack, in words."""
         if not self.stack:
             return "" if self.phase == "optimizer" else "outside of the blocks"
         return f"{'after' if self.is_after else 'of'} block {self.block} of {self.stack}"
 
 
 class Moment(NamedTuple):
-    """The bytes alive after an op, and those of gradients among them."""
+    """The bytes alive after an op, and the bytes of gradients among them."""
 
     live: int
     gradients: int
@@ -69,23 +65,23 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One step of a model on one device: what it takes, in bytes and in operations."""
+    """One training step of a model on one device: its memory in bytes, and its operations."""
 
-    places: Mapping[Place, Moment]  # where, and the highest moment there
+    places: Mapping[Place, Moment]  # place -> its highest moment
     blocks: Mapping[str, int]  # path of a stack -> its number of blocks
     parameters: int  # bytes of parameters and buffers
-    trained: int  # bytes of the gradients of all
+    trained: int  # bytes of all gradients
     states: int  # bytes of the optimizer's states
     of_block: Mapping[str, int]  # path of a stack -> the most bytes of parameters and buffers that a block adds
-    in_flight: int  # the most bytes that offload has on their way to main memory, and still on the device
+    in_flight: int  # the most bytes still on the device that offload is copying to main memory
     flops: int  # of matrix products, convolutions and attention, as torch.utils.flop_counter has them
-    by_kind: dict[str, int]  # kept bytes by kind of op; of those that were offloaded, by AWAY
+    by_kind: dict[str, int]  # kept bytes by kind of op, or AWAY if offloaded
     by_module: dict[str, int]  # kept bytes by module, with "*" for the number of a block
     numbers: dict[str, int] = field(default_factory=dict)  # how many "parameters" there are, and how many are "trained"
-    per_layer: dict[str, dict[str, float]] = field(default_factory=dict)  # by field: what a layer adds of some figures
-    depths: tuple[dict[str, int], ...] = ()  # that were run
-    model: str = ""  # the class
-    has_loss: bool = True  # whether the model gave one
+    per_layer: dict[str, dict[str, float]] = field(default_factory=dict)  # by field: what a layer adds to some figures
+    depths: tuple[dict[str, int], ...] = ()  # those that were traced
+    model: str = ""  # the name of its class
+    has_loss: bool = True  # whether the model returned one
     sites: Mapping[tuple[str, str, str, str], int] = field(
         default_factory=dict
     )  # (status, op, class, reason) -> number
@@ -98,17 +94,17 @@ class Trace:
 
     @property
     def away(self) -> int:
-        """Bytes of them in main memory."""
+        """Bytes of the kept ones that are in main memory."""
         return self.by_kind.get(AWAY, 0)
 
     @property
     def fixed(self) -> int:
-        """Bytes at any size of the batch: parameters, gradients and states."""
+        """Bytes that no batch size changes: parameters, gradients and states."""
         return self.parameters + self.trained + self.states
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at once, which is the most that PyTorch's allocator has given out."""
+        """The most bytes alive at once, which is the most that PyTorch's allocator gives out."""
         return self._highest[1].live
 
     @property
@@ -118,7 +114,7 @@ class Trace:
 
     @property
     def where(self) -> str:
-        """The moment of the peak, in words."""
+        """The place and the op of the peak, in words."""
         place, moment = self._highest
         part = "'s step" if place.phase == "optimizer" else f" {place.where}" if place.stack else ""
         return f"in the {place.phase}{part}, in {moment.op.removeprefix('aten.').partition('.')[0]}"
@@ -130,17 +126,17 @@ class Trace:
 
     @property
     def activations(self) -> int:
-        """Bytes of whatever else is alive at the peak: what is kept, and transients."""
+        """Bytes of everything else that is alive at the peak: kept tensors, and transients."""
         return self.peak - self.parameters - self.states - self.gradients
 
     @property
     def in_passes(self) -> int:
-        """The most bytes that are alive in forward and backward."""
+        """The most bytes alive in forward and backward."""
         return max(moment.live for place, moment in self.places.items() if place.phase != "optimizer")
 
     @property
     def in_optimizer(self) -> int:
-        """The most bytes that are alive in the optimizer's step."""
+        """The most bytes alive in the optimizer's step."""
         return self._in_optimizer.live
 
     @property
@@ -164,7 +160,7 @@ class Trace:
 
     @property
     def timeline(self) -> dict[Place, Moment]:
-        """The highest moment of each block in forward and in backward, and of what is outside of blocks, in order."""
+        """The highest moment of each block in forward and in backward, and of the rest of each phase, in order."""
         found: dict[Place, Moment] = {}
         for phase, stack in dict.fromkeys((place.phase, place.stack) for place in self.places):
             last = self.blocks.get(stack, 1) - 1
@@ -183,7 +179,7 @@ class Trace:
         return found
 
     def sharded(self, name: str, devices: int) -> Trace:
-        """The part of a step on one of N devices; MeasureError for another name or number."""
+        """Return the step of one of ``devices`` under a sharding; MeasureError for an unknown name or number."""
         if name not in SHARDINGS or not isinstance(devices, int) or devices < 1:
             raise MeasureError(
                 f"sharding: expected {' or '.join(SHARDINGS)} over 1 device or more, got {name!r} over {devices!r}. "
@@ -216,7 +212,7 @@ class Trace:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures of :data:`FIGURES`, as plain data."""
+        """Return the figures of :data:`FIGURES`, the timeline, and the bytes that each layer keeps, as plain data."""
         kept = {field: added["kept"] for field, added in self.per_layer.items()}
         timeline = [
             {"phase": place.phase, "where": place.where, "live": moment.live, "gradients": moment.gradients}

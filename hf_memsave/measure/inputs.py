@@ -1,4 +1,4 @@
-"""What a training step is run on: a batch, the forward that takes it, and the loss that it returns."""
+"""The inputs of a training step: a batch, the forward that takes it, and the loss that this returns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.models import HEADS, UNREADABLE
 
-#: What a forward takes that is no input.
+#: Parameters of a forward that are no inputs.
 _SWITCHES = {"self", "return_dict", "output_attentions", "output_hidden_states", "use_cache", "logits_to_keep"}
 
 
 def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Any]:
-    """Random inputs, always the same, and labels for a head: token ids ``[batch, seq]``, or images, or sound."""
+    """Make random inputs, always the same, with labels for a head: token ids ``[batch, seq]``, images or sound."""
     generator = torch.Generator().manual_seed(0)
     try:
         if head not in HEADS.values():
@@ -48,7 +48,7 @@ def _image(config: Any) -> tuple[int, ...]:
     return (*frames, channels, *([sides] * 2 if isinstance(sides, int) else sides))
 
 
-#: Input -> the shape of one, by the configuration of the part of the model that takes it; and how that part is named.
+#: Input -> a function from the configuration of the submodel that takes it to its shape, and the field of that one.
 _SHAPES: dict[str, tuple[Callable[[Any], tuple[int, ...]], str]] = {
     "pixel_values": (_image, "vision_config"),
     "input_values": (lambda c: (c.max_length, c.num_mel_bins) if hasattr(c, "num_mel_bins") else (16_000,), ""),
@@ -95,14 +95,14 @@ def _make_others(
 
 
 def taken_by(model: Any) -> list[str]:
-    """The names of what the forward of a model, or of a class of models, takes."""
+    """Return the names of the inputs that the forward of a model, or of a class of models, takes."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = inspect.signature(model.forward).parameters.values()
     return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in _SWITCHES]
 
 
 def fitted(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The batch on the model's device, and numbers but labels in the dtype of its weights."""
+    """Return the batch on the model's device, with floating-point tensors but labels in its weights' dtype."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
 
     def moved(name: str, x: Tensor) -> Tensor:
@@ -112,12 +112,12 @@ def fitted(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def inputs_of(batch: Mapping[str, Any]) -> tuple[tuple[str, Any, torch.dtype | None], ...]:
-    """What a trace needs of a batch: the name, shape and dtype of each tensor; of anything else its value."""
+    """Return what a trace needs of a batch: the name, shape and dtype of each tensor, or another value itself."""
     return tuple((n, x.shape, x.dtype) if isinstance(x, Tensor) else (n, x, None) for n, x in batch.items())
 
 
 def read_batch(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from .safetensors, .json (lists), .jsonl (one example a line) or ``torch.save``; MeasureError."""
+    """Read tensors by name from .safetensors, .json, .jsonl (a line an example) or torch.save; else MeasureError."""
     expected = 'Expected tensors by name, such as {"input_ids": ..., "labels": ...}'
     if not path.is_file():
         raise MeasureError(f"{path}: no such file. {expected}, saved with torch.save, or as .safetensors or .json.")
@@ -145,17 +145,17 @@ def read_batch(path: Path) -> dict[str, Tensor]:
 
 
 def described(batch: Mapping[str, Any]) -> str:
-    """Names and shapes."""
+    """Describe a batch by names and shapes."""
     return shapes({n: list(value.shape) if isinstance(value, Tensor) else [] for n, value in batch.items()})
 
 
 def shapes(inputs: Mapping[str, Sequence[int]]) -> str:
-    """Names, each with its shape if it has one."""
+    """Join the names of inputs, each with its shape if it has one."""
     return ", ".join(f"{name} {list(shape)}" if shape else name for name, shape in inputs.items())
 
 
 def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., Any]:
-    """The model's forward, under autocast to a dtype; None for no autocast."""
+    """Return a function that runs the model's forward under autocast to a dtype, or without it for None."""
     device = device_of(model)
 
     def forward(**inputs: Any) -> Any:
@@ -166,12 +166,12 @@ def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., 
 
 
 def device_of(model: nn.Module) -> str:
-    """The type of device that the model is on."""
+    """Return the device type of the model's parameters; "cpu" if it has none."""
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> str:
-    """The message for a step that fails without us."""
+    """Return the message for a model whose stock step fails on a batch."""
     return (
         f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: "
         f"{str(error).rstrip('. ')}. Expected a batch that the model trains on: its forward takes "
@@ -180,7 +180,7 @@ def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> 
 
 
 def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The one number that backward begins at: ``output["loss"]``, or ``output``; MeasureError if there is none."""
+    """Return the scalar loss in a forward's output, ``output["loss"]`` or ``output``; MeasureError if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"

@@ -1,9 +1,8 @@
-"""What CUDA runs where CPU runs something else, on the stand-in device: attention, the fused RMSNorm, and autocast.
+"""CUDA's attention, fused RMSNorm and autocast for the stand-in device, where the CPU runs something else.
 
-Each attention kernel keeps q, k, v, its output, a number for each query and head, and what it drew. "flash" takes 16
-bits and no mask; "efficient" any mask, expanded to all heads, and as many heads of k and v as of q; "cudnn" 16 bits and
-any mask. The first that can run is taken, beginning with the one that was asked for; then there is the product of
-matrices, which keeps the probabilities.
+Each attention kernel keeps q, k, v, its output, a number for each query and head, and its random state. "flash" takes
+16 bits and no mask; "efficient" any mask, expanded to all heads, and as many heads of k and v as of q; "cudnn" 16 bits
+and any mask. The first that can run is taken, the preferred one first; else math, which keeps the probabilities.
 
 Autocast's lists are those of ``aten/src/ATen/autocast_mode.h`` of PyTorch 2.14, as far as the PyTorch at hand has them.
 """
@@ -26,7 +25,7 @@ from hf_memsave.measure.private import library, overloads, without_autocast
 from hf_memsave.tape.private import autocast_cache, tree_map
 
 aten = torch.ops.aten
-#: Kernels by name, in the order in which PyTorch prefers them (before Hopper's, where cuDNN may come first).
+#: Names of kernels, in PyTorch's order of preference (on Hopper, cuDNN may come first).
 ATTENTION = ("flash", "efficient", "cudnn")
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -47,14 +46,14 @@ upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_neares
 upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""".split()
 FP32_RESULT = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum norm".split()
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
-#: What stands for autocast's cache while it holds something -> the conversions of weights that it shares.
+#: The object that stands for autocast's cache while that is in use -> the casts of weights that it shares.
 _casts: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
-#: The kernel that is asked for.
+#: The name of the preferred attention kernel.
 preferred = SimpleNamespace(name=ATTENTION[0])
 
 
 def register_kernels() -> None:
-    """Have the stand-in device do as CUDA does, under autocast too. Once per process."""
+    """Register CUDA's attention, RMSNorm and autocast rules for the stand-in device. Once per process."""
     lib = library("aten")
     lib.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     lib.impl("_fused_sdp_choice", choice, "AutogradPrivateUse1")
@@ -71,7 +70,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``F.scaled_dot_product_attention`` as a CUDA device runs it."""
+    """Run ``F.scaled_dot_product_attention`` on the stand-in device as CUDA does."""
     name, width = chosen(q, k, v, mask, enable_gqa), q.shape[-1]
     if mask is not None and mask.dtype == torch.bool:  # -65504 takes as many bytes
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
@@ -96,7 +95,7 @@ def attention(
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
-    """The name of the kernel for these arguments."""
+    """Return the name of the attention kernel that CUDA takes for these arguments."""
     width = q.shape[-1]
     is_narrow_half = q.dtype in HALVES and width <= 256
     can = {
@@ -108,12 +107,12 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: boo
 
 
 def choice(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *_: Any, enable_gqa: bool = False, **__: Any) -> int:
-    """The number of the chosen kernel in ``torch.nn.attention.SDPBackend``."""
+    """Return the chosen kernel's number in ``torch.nn.attention.SDPBackend``."""
     return BACKENDS[chosen(q, k, v, mask, enable_gqa)].value
 
 
 def workspace(func: Any, args: Any) -> int:
-    """Bytes that a kernel takes for itself while it runs: backward of attention sums dq in fp32, and dk, dv by head."""
+    """Return the bytes of a kernel's workspace: attention's backward sums dq in fp32, and flash's dk and dv by head."""
     if func not in _BACKWARDS or args[1].dtype not in HALVES:
         return 0
     q, k = args[1:3]

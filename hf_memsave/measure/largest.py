@@ -1,4 +1,4 @@
-"""The largest batch, or the longest sequence, whose step fits: found by a few traces."""
+"""Find the largest batch, or the longest sequence, whose training step fits, by a few traces."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hf_memsave.measure.models import at_depth, most_tokens
 from hf_memsave.measure.training import Training
 from hf_memsave.tape.decide import SPAN
 
-#: More is not asked for; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
+#: The largest number to try, and by how much one may exceed the last that fit: a batch of ids is made for each.
 MOST, _GROWTH = 2**22, 64
-#: Every so many questions the range is halved, where what is needed is far from a line.
+#: The range is halved at every so many tries, as the memory may be far from linear.
 _HALVED = 7
 
 
@@ -30,14 +30,14 @@ def largest(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None, name: str,
     memory: int, sharding: tuple[str, int],
 ) -> int:  # fmt: skip
-    """The largest "batch_size" or "seq_len" with which a step fits, found from that of ``training``; or 0."""
+    """Return the largest "batch_size" or "seq_len" with which a step fits, or 0; begin with ``training``'s own."""
     few = depths_for(config, depth, FROM, SPAN).run
     is_shallow = sum(sum(at.values()) for at in few) >= sum(depth.values())  # the whole model takes no longer
     step = (at_depth(config, depth), {}) if is_shallow else (config, depth)
     first = trace_in_full(config, depth, training, memsave).sharded(*sharding)
 
     def plain(number: int) -> Trace:
-        """The step with an optimizer that has neither states nor temporaries: those are the same for any number."""
+        """Trace the step with an optimizer without states or temporaries, which are the same for any number."""
         changes: dict[str, Any] = {name: number, "optimizer": "sgd"}
         return trace_in_full(*step, replace(training, **changes), memsave).sharded(*sharding)
 
@@ -54,7 +54,7 @@ def largest(
 def largest_of(
     needed: Callable[[int], int], config: PreTrainedConfig, name: str, start: int, memory: int, fixed: int
 ) -> int:
-    """The largest "batch_size", or "seq_len" (of 8, 16, ...), that needs no more than ``memory``; or 0."""
+    """Return the largest "batch_size", or "seq_len" (of 8, 16, ...), that needs no more than ``memory``; or 0."""
     if name == "batch_size":
         return search(needed, memory, start, MOST, {0: fixed})
     # Kernels pad tokens to a multiple of 8, so others may need more than the next one. A step with more tokens than the
@@ -67,7 +67,7 @@ def largest_of(
 def search(
     needed: Callable[[int], int], memory: int, start: int, most: int, known: Mapping[int, float] | None = None
 ) -> int:
-    """The largest number up to ``most`` for which ``needed``, which rises, is at most ``memory``; or 0."""
+    """Return the largest number up to ``most`` for which ``needed``, which rises, is at most ``memory``; or 0."""
     # Each question takes seconds. The next number is the last that fits by the line and by the parabola through the
     # nearest answers; the last two are one that fits, and the next one. A MeasureError: no model takes so much.
     known = dict(known or {})  # what is needed for a number

@@ -1,4 +1,4 @@
-"""LoRA adapters, put into a model to be measured, and QLoRA's frozen base in 4 bits beneath them."""
+"""LoRA adapters for a model to be measured, and the frozen 4-bit base model of QLoRA."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_memsave.config.lora import Lora
 from hf_memsave.device import HALVES
 from hf_memsave.errors import MeasureError
 
-#: Elements that share a scale, and scales that share one of theirs (double quantization).
+#: Elements that share a scale, and scales that share a scale of their own (double quantization).
 _BLOCK, _SCALES = 64, 256
 _COMPUTE = torch.bfloat16
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
-    """Freeze the model and put adapters into it; MeasureError if PEFT refuses."""
+    """Freeze the model and inject LoRA adapters into it; MeasureError if PEFT refuses."""
     from peft import LoraConfig, inject_adapter_in_model
 
     own = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -37,10 +37,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Hold the linears' weights in NF4, as bitsandbytes does; the rest in fp32, as PEFT prepares it. In place.
+    """Quantize the weights of linears to NF4, as bitsandbytes does, and cast the rest to fp32, as PEFT does. In place.
 
-    On the meta device, stand-ins of bitsandbytes' linears without values or kernels. The linear that gives the output,
-    and what the class keeps in fp32, stay as they are, as in Transformers.
+    On the meta device, they become stand-ins of bitsandbytes' linears. The output embedding, classifiers, and modules
+    that the class keeps in fp32 are not quantized, as in Transformers.
     """
     output, wide = model.get_output_embeddings(), set(model._keep_in_fp32_modules or ())
     for module in list(model.modules()):
@@ -74,7 +74,7 @@ def _quantized(linear: nn.Linear) -> nn.Module:
 @cache
 def _linear_class() -> Any:
     class NF4Linear(_bitsandbytes().Linear4bit):  # type: ignore[misc]
-        """``Linear4bit``, which PEFT knows by its class."""
+        """``Linear4bit`` without values or kernels; PEFT recognizes it by its class."""
 
         def __init__(self, like: nn.Linear) -> None:
             nn.Module.__init__(self)
@@ -97,7 +97,7 @@ def _linear_class() -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """bitsandbytes' ``MatMul4Bit``: keeps the packed weight alone, and unpacks it in forward and in backward."""
+    """bitsandbytes' ``MatMul4Bit``, which keeps only the packed weight and unpacks it in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model from its configuration alone, of any depth, or with its weights where they are saved."""
+"""Build a model from its configuration alone, at any depth, or load it with saved weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_memsave.config.names import hub_answers, refuse_missing, refuse_unreacha
 from hf_memsave.errors import MeasureError
 from hf_memsave.tape.private import tree_leaves
 
-#: The heads that can be measured, by the task that PEFT has for them.
+#: PEFT's name of a task -> the Auto class with the head for it.
 HEADS = {
     "SEQ_CLS": transformers.AutoModelForSequenceClassification,
     "TOKEN_CLS": transformers.AutoModelForTokenClassification,
@@ -29,12 +29,12 @@ HEADS = {
     "MASKED_LM": transformers.AutoModelForMaskedLM,  # not PEFT's
     "SEQ_2_SEQ_LM": transformers.AutoModelForSeq2SeqLM,
 }
-#: How the names of further Auto classes end: heads on other inputs, in the order in which they are looked for; or none.
+#: Suffixes of further Auto classes, for other inputs, in the order in which they are tried; "" has no head.
 _OTHER_HEADS = (
     "ForSpeechSeq2Seq", "ForZeroShotImageClassification", "ForImageClassification", "ForAudioClassification",
     "ForVideoClassification", "ForImageTextToText", "ForPreTraining", "",
 )  # fmt: skip
-#: What a file that is broken, or of another kind, raises.
+#: The exceptions that a broken file, or one of another kind, raises when it is read.
 UNREADABLE = (
     AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
     UnpicklingError,
@@ -42,11 +42,11 @@ UNREADABLE = (
 
 
 class DepthError(MeasureError):
-    """A model whose depth cannot be changed, or whose layers are not alike: one that few layers do not tell of."""
+    """A model whose depth cannot be changed, or whose layers are unlike, so that a few do not represent it."""
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The configuration of a folder, a file, a model type (its defaults) or a name on the hub; else MeasureError."""
+    """Load the configuration of a folder, file, model type (its defaults) or name on the hub; else MeasureError."""
     if name in CONFIG_MAPPING and not Path(name).exists():
         return CONFIG_MAPPING[name]()
     refuse_missing(name, "config.json")
@@ -66,7 +66,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def text_head(config: PreTrainedConfig) -> Any:
-    """The Auto class for the architecture that a configuration names, else a usual one; None: not on token ids."""
+    """Return the Auto class for a text model's named architecture, else its usual one; None without token ids."""
     known = {task: cls.__name__ for task, auto in HEADS.items() if (cls := _class_in(auto, config)) is not None}
     named = (config.architectures or [""])[0]
     asked = [task for task, name in known.items() if name == named]
@@ -76,7 +76,7 @@ def text_head(config: PreTrainedConfig) -> Any:
 
 
 def class_of(config: PreTrainedConfig, has_batch: bool = False) -> Any:
-    """What to train of a configuration: of a text model :func:`text_head`'s Auto class, else a class of models."""
+    """Return the class to train: for a text model :func:`text_head`'s Auto class, else a class of models."""
     # First the class that is named, if it has a head. A text model's may take more than can be made, but not more than
     # the caller's own batch. A class without a head, which gives no loss, comes last.
     named = getattr(transformers, (config.architectures or [""])[0], None)
@@ -96,12 +96,12 @@ def _class_in(auto: Any, config: PreTrainedConfig) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-#: What names the dtype of its result without an argument.
+#: Functions that determine the dtype of their result without a dtype argument.
 _NAMING = (torch.Tensor.float, torch.Tensor.type, torch.from_numpy)
 
 
 class _Floats(TorchFunctionMode):
-    """Has numbers made in a dtype unless another is named, on this thread: a default dtype is of the whole process."""
+    """A mode that makes floats in ``dtype`` by default, on this thread; torch's default dtype is process-wide."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def _is_float(x: Any) -> bool:
 
 
 def from_config(head: Any, config: PreTrainedConfig, **options: Any) -> Any:
-    """A model with random weights, of an Auto class or of a class of models, on the device that is active."""
+    """Build a model with random weights, of an Auto class or a class of models, on the active device."""
     make, dtype = getattr(head, "from_config", None) or head._from_config, options.get("dtype")
     if dtype is None or not torch.empty(0).is_meta:
         return make(config, **options)
@@ -134,7 +134,7 @@ def from_config(head: Any, config: PreTrainedConfig, **options: Any) -> Any:
 
 
 def build_empty(config: PreTrainedConfig) -> nn.Module:
-    """The model of a configuration on the meta device, with its head if there is one; MeasureError if it fails."""
+    """Build a configuration's model on the meta device, with its head if there is one; MeasureError if that fails."""
     head = class_of(config)
     try:
         with torch.device("meta"):
@@ -147,12 +147,12 @@ def build_empty(config: PreTrainedConfig) -> nn.Module:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """How many parameters the model of a configuration has."""
+    """Return the number of parameters of a configuration's model."""
     return int(sum(p.numel() for p in build_empty(config).parameters()))
 
 
 def has_weights(name: str) -> bool:
-    """Whether a model's name stands for saved weights, or at least for a name on the hub."""
+    """Return whether a model's name stands for saved weights or an adapter, or is a name on the hub."""
     path = Path(name)
     is_name = not path.exists() and name not in CONFIG_MAPPING
     saved = ("model*.safetensors", "pytorch_model*.bin", "adapter_config.json")
@@ -163,7 +163,7 @@ def load_model(
     name: str, dtype: torch.dtype | None = None, head: Any = None, config: PreTrainedConfig | None = None,
     has_batch: bool = False,
 ) -> tuple[Any, Any, str]:  # fmt: skip
-    """A model, or an adapter's, with saved weights or random ones (of ``config``); its class; what these are."""
+    """Load a model or a PEFT adapter, or draw random weights; return it, its class, and which weights these are."""
     path = Path(name)
     try:
         if (path / "adapter_config.json").is_file():
@@ -192,14 +192,14 @@ def load_model(
 
 
 def name_special_tokens(config: PreTrainedConfig) -> None:
-    """Set the special tokens without which some models refuse a batch."""
+    """Set the special tokens in ``config`` without which some models refuse a batch."""
     config.pad_token_id = getattr(config, "pad_token_id", None) or 0
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
 
 
 def most_tokens(config: PreTrainedConfig) -> int:
-    """How many a model has positions for; RoBERTa and its like have further rows, up to padding's, for no token."""
+    """Return how many tokens a model has positions for; some rows of RoBERTa's table, up to padding's, are for none."""
     text = config.get_text_config()
     rows = getattr(text, "max_position_embeddings", None) or sys.maxsize
     unused = (getattr(text, "pad_token_id", None) or 0) + 1
@@ -207,7 +207,7 @@ def most_tokens(config: PreTrainedConfig) -> int:
 
 
 def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, int]:
-    """Field of the configuration -> its number of layers, or ``layers``, for each stack; else MeasureError."""
+    """Return the number of layers of each stack by field, or ``layers`` for each; DepthError if there is no field."""
     first = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     names = (first, "num_decoder_layers", "decoder_layers")
     found = {name: layers or getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)}
@@ -218,13 +218,13 @@ def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, i
 
 
 def period(config: PreTrainedConfig) -> int:
-    """After how many layers the list of layer types, if there is one, repeats itself."""
+    """Return after how many layers the list of layer types repeats; 1 without such a list."""
     rows = list(zip(*_lists_by_layer(config).values(), strict=True)) or [()]
     return next(p for p in range(1, len(rows) + 1) if all(rows[i] == rows[i - p] for i in range(p, len(rows))))
 
 
 def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfig:
-    """A copy with other numbers of layers by field, and as many entries in lists with one a layer."""
+    """Return a copy with ``depth`` layers by field, and per-layer lists of that length; DepthError if it cannot be."""
     changed = copy.deepcopy(config)
     if not depth:  # as deep as it is
         return changed

@@ -1,4 +1,4 @@
-"""Every private or experimental name of PyTorch that the stand-in device needs; one test names them all."""
+"""The private or experimental names of PyTorch that the stand-in device needs; one test names them all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from hf_memsave.device import STAND_IN
 from hf_memsave.tape.private import FakeTensorMode, backward_id, is_registered
 
-#: What PyTorch is given and does not hold.
+#: Objects that PyTorch was given and does not keep alive.
 _held: list[Any] = []
-#: What a device written in Python needs of ``torch._C._acc``.
+#: The names in ``torch._C._acc`` that a device written in Python needs.
 _NEEDED = """PrivateUse1Hooks DeviceGuard register_python_privateuseone_hook register_python_privateuseone_device_guard
 create_empty_tensor""".split()
 
 
 def why_not() -> str | None:
-    """Why this process can have no stand-in for a CUDA device; None where it can, or has it."""
+    """Return why this process cannot have the stand-in for a CUDA device; None where it can, or has it."""
     if torch.cuda.is_available():
         return (
             "the stand-in for a CUDA device needs a process without GPUs, as PyTorch would take it for theirs until "
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def register_device(module: Any) -> None:
-    """Make the stand-in device known, once per process; ``module`` is what ``torch.cuda`` is for CUDA."""
+    """Register the stand-in device, once per process; ``module`` is its counterpart of ``torch.cuda``."""
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:  # else PyTorch takes it for the machine's accelerator, and pins memory for it
@@ -68,7 +68,7 @@ def register_device(module: Any) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """A mode in which tensors have shapes, and no numbers; single ones on the CPU have theirs."""
+    """Make the tensors inside fake: with shapes and no values; one-element constants on the CPU keep theirs."""
     errors: list[Exception] = []
     grouped: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
@@ -102,19 +102,19 @@ def fake_tensors() -> Iterator[None]:
 
 
 def library(namespace: str) -> Any:
-    """Where functions of the stand-in device are registered; for the life of the process."""
+    """Return a new library to register the stand-in device's functions in; it lives as long as the process."""
     _held.append(made := torch.library.Library(namespace, "IMPL"))
     return made
 
 
 def without_autocast() -> Any:
-    """A context in which the dispatcher passes autocast by."""
+    """Return a context in which the dispatcher skips autocast on the stand-in device."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def overloads(name: str) -> list[Any]:
-    """The overloads of ``aten::name`` that CUDA's autocast has a kernel for, in this version of PyTorch."""
+    """Return the overloads of ``aten::name`` that CUDA's autocast has a kernel for in this version of PyTorch."""
     packet = getattr(torch.ops.aten, name, None)
     functions = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return [func for func in functions if is_registered(func.name(), "AutocastCUDA")]

@@ -1,4 +1,4 @@
-"""One training step of a model, stock and patched, compared to the bit; and kernels that give equal bits each time."""
+"""Compare one training step of a model, stock and patched, to the bit; and make kernels give equal bits each time."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from hf_memsave.measure.inputs import cannot_run, device_of, forward_of, loss_of
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.swap import set_class
 
-#: On CUDA, where kernels add in no fixed order: how many of stock's own distances are allowed, as each is a draw.
+#: On CUDA, where kernels add in no fixed order: the allowed multiple of the distance between stock's two runs.
 DISTANCES = 2
-#: The most that stock may be from itself for a comparison to tell anything, with 32-bit numbers and with 16-bit ones.
+#: The largest distance between stock's two runs for a comparison to be meaningful, with 32-bit and 16-bit numbers.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
-#: What is allowed of 32-bit numbers where modules run in rows, over which weight gradients are summed: some roundings.
+#: The distance allowed with 32-bit numbers where modules run in rows, over which weight gradients are summed.
 TILES_TOLERANCE = 2.0**-16
-#: Read by cuBLAS once in a process, and the values under which its sums have a fixed order.
+#: A variable that cuBLAS reads once in a process, and the values under which its sums have a fixed order.
 _VARIABLE, _VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 class StockStepError(MeasureError):
-    """A step that fails stock."""
+    """A stock step that fails."""
 
 
 class PatchedStepError(MeasureError):
-    """A step that works stock, and fails patched."""
+    """A patched step that fails where the stock one works."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The loss or one parameter's gradient: whether the bits are equal, and the relative L2 distance to stock's."""
+    """The loss or one parameter's gradient: whether its bits equal stock's, and the relative L2 distance to stock's."""
 
     name: str
     equal: bool
-    relative: float  # to stock's norm, or to a thousandth of the largest of all: some gradients are rounding alone
+    relative: float  # to stock's norm, or a thousandth of the largest norm if more: some gradients are rounding alone
 
     def __str__(self) -> str:
         return "equal to the bit" if self.equal else f"{self.relative:.1e}"
@@ -56,12 +56,12 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class StepComparison:
-    """What :func:`compare_step` found."""
+    """The result of :func:`compare_step`."""
 
     losses: tuple[float, float]  # stock's and the patched model's
     loss: Difference
     gradients: tuple[Difference, ...]
-    repeat: float  # the largest distance of stock from itself, run twice; zero on CPU
+    repeat: float  # the largest distance between stock's two runs; zero on CPU
     tolerance: float  # the distance allowed: DISTANCES times ``repeat``; where that is zero, bits must be equal
     is_tiled: bool = False  # sums in another order are allowed as well
     stock: Kept
@@ -69,7 +69,7 @@ class StepComparison:
 
     @property
     def differing(self) -> tuple[Difference, ...]:
-        """What is further from stock's than allowed, the worst first."""
+        """The loss and gradients that are further from stock's than allowed, the worst first."""
         found = [d for d in (self.loss, *self.gradients) if not d.equal and d.relative >= self.tolerance]
         return tuple(sorted(found, key=lambda d: -d.relative))
 
@@ -80,11 +80,11 @@ def compare_step(
 ) -> StepComparison:  # fmt: skip
     """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
 
-    Equal bits are asked on CPU, under :func:`deterministic_kernels`, and wherever stock repeats itself; elsewhere on
-    CUDA the measure is stock's own distance between its two runs. Where modules run in rows, weight gradients are sums
-    in another order: :data:`TILES_TOLERANCE` is allowed, or :data:`HALF_TOLERANCE` with 16-bit numbers. The model,
-    which returns a loss or a mapping with one, runs in the mode it is in, and is left as it was. So are the process's
-    default random generators: what another thread draws from them meanwhile, it draws again afterwards.
+    Bits must be equal on CPU, under :func:`deterministic_kernels`, and wherever stock repeats itself; elsewhere on CUDA
+    :data:`DISTANCES` times the distance of stock's two runs is allowed. Where modules run in rows, weight gradients are
+    summed in another order: :data:`TILES_TOLERANCE` is allowed, or :data:`HALF_TOLERANCE` with 16-bit numbers. The
+    model, which returns a loss or a mapping with one, runs in its current mode and is restored afterwards, as are the
+    process's default random generators: what another thread draws from them meanwhile is drawn again.
 
     Returns:
         Losses, gradients and kept bytes, compared.
@@ -99,7 +99,7 @@ def compare_step(
     with left_as_it_was(model) as start_over:
 
         def run() -> dict[str, Tensor]:
-            """Forward and backward from the seed: the loss, and every gradient by its parameter's name."""
+            """Run forward and backward from the seed; return the loss, and every gradient by its parameter's name."""
             start_over()
             set_seed(seed)
             loss = loss_of(forward(**batch), model, batch)
@@ -143,7 +143,7 @@ def compare_step(
 
 
 def _differences(stock: dict[str, Tensor], other: dict[str, Tensor]) -> list[Difference]:
-    """Compare the loss, which comes first, and each gradient that one of two steps has."""
+    """Compare the loss, which comes first, and each gradient that either step has."""
     norms = {name: float(value.double().norm()) for name, value in stock.items()}
     floor = 1e-3 * max((norm for name, norm in norms.items() if name != "loss"), default=0.0)
     if not floor or not all(map(math.isfinite, norms.values())):
@@ -165,7 +165,7 @@ def _differences(stock: dict[str, Tensor], other: dict[str, Tensor]) -> list[Dif
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Unpatch ``model``; put it and random states back at the end. Yields what resets buffers and gradients between."""
+    """Unpatch ``model`` inside, and restore it and random states after; yield what resets buffers and gradients."""
     modules = list(model.modules())
     owned = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
     buffers = [(*own, own[-1].detach().clone()) for own in owned]
@@ -197,13 +197,13 @@ def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether the numbers are equal, bit for bit: a NaN is itself, and -0 is not 0."""
+    """Return whether two tensors are equal bit for bit: a NaN equals itself, and -0 is not 0."""
     return a.dtype == b.dtype and torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
 
 
 @contextlib.contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Inside, PyTorch takes deterministic algorithms alone; MeasureError if cuBLAS may have begun with others."""
+    """Have PyTorch use deterministic algorithms alone inside; MeasureError if cuBLAS may have begun with others."""
     with contextlib.ExitStack() as stack:
         if (value := os.environ.get(_VARIABLE)) not in _VALUES:
             if torch.cuda.is_initialized():

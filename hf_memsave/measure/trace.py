@@ -1,4 +1,4 @@
-"""Runs one training step, and counts its bytes: where in it they are highest, block by block."""
+"""Run one training step and count its bytes: the highest moment of each block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_memsave.measure.kernels import workspace
 from hf_memsave.tape.offload import queue_of
 from hf_memsave.tape.private import tree_leaves
 
-#: What CUDA's allocator rounds up to.
+#: The bytes to a multiple of which CUDA's allocator rounds up.
 UNIT = 512
 
 
@@ -28,7 +28,7 @@ def trace_step(
     model: nn.Module, batch: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, forward: Callable[..., Any],
     accumulation: int = 1, holds_output: bool = False,
 ) -> Trace:  # fmt: skip
-    """Run a step, with the optimizer's states there as from the second on, and count; it leaves no gradients."""
+    """Trace one step, with the optimizer's states made before as from the second step on; it leaves no gradients."""
     device = device_of(model)
     make_states(optimizer)
     parameters = nbytes_of([*model.parameters(), *model.buffers()], device)
@@ -72,13 +72,7 @@ def run_passes(
     model: nn.Module, batch: Mapping[str, Tensor], forward: Callable[..., Any], held: list[Any] | None,
     begin: Callable[[str], None] = lambda phase: None,
 ) -> bool:  # fmt: skip
-    """Forward and backward of a training step, whose output a list holds where there is one; each is announced.
-
-    Of a model without a loss, the sum of all that its output has is differentiated, and all of that is held.
-
-    Returns:
-        Whether the model gave a loss.
-    """
+    """Run forward and backward of a training step, each announced by ``begin``; return whether there was a loss."""
     begin("forward")
     output = forward(**batch)
     has_loss = not isinstance(output, Mapping) or output.get("loss") is not None
@@ -87,7 +81,7 @@ def run_passes(
         if held is not None:
             held[:] = [output]
         del output
-    else:
+    else:  # the sum of all outputs is differentiated, and they are held
         made = [x for x in tree_leaves(dict(output)) if isinstance(x, Tensor) and x.requires_grad]
         loss = torch.stack([x.float().sum() for x in made]).sum()
     begin("backward")
@@ -96,7 +90,7 @@ def run_passes(
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its states, by a step with gradients of zero."""
+    """Have the optimizer make its states, by a step with zero gradients."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
@@ -105,19 +99,16 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Of a product of each expert's rows with its own matrix."""
+    """Return the operations of a product of each expert's rows with its own matrix."""
     return 2 * a.numel() * b.shape[-1]
 
 
-#: Op -> how many operations it takes: what PyTorch's own counter knows, and the products of experts.
+#: Op -> a function that counts its operations: those of PyTorch's own counter, and one for products of experts.
 FLOPS: dict[Any, Callable[..., int]] = {getattr(torch.ops.aten, "_grouped_mm", None): _grouped} | flop_registry
 
 
 class _Places(Count):
-    """Counts what is alive in each place, beside ``base`` bytes that are there all the time.
-
-    Where a step is, calls of blocks tell in forward, and gradients of their outputs in backward.
-    """
+    """A count of the bytes alive by place, with ``base``; hooks of blocks and on their gradients tell the place."""
 
     def __init__(self, model: nn.Module, device: str, base: int) -> None:
         super().__init__(device, UNIT)
@@ -140,7 +131,7 @@ class _Places(Count):
                 numbers[stack] += 1
 
     def begin(self, phase: str) -> None:
-        """Begin the next phase; as the first backward begins, what is alive of the forward is kept."""
+        """Begin the next phase; as the first backward begins, record what is alive of the forward as kept."""
         if phase == "forward" and not self.by_kind:
             self.flops = 0  # of a step, and not of the output that is held from the one before
         if phase == "backward" and not self.by_kind:
@@ -154,7 +145,7 @@ class _Places(Count):
         self.place = Place(phase)
 
     def after(self, call: OpCall, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
-        """Count operations as well, and note what made a storage in the first forward."""
+        """Count operations as well, and record what made each storage in the first forward."""
         super().after(call, given, made)
         if (flops := FLOPS.get(call.func.overloadpacket)) is not None:
             args = [x for x in call.args if not isinstance(x, torch.dtype)]  # of an output that is wider
@@ -165,7 +156,7 @@ class _Places(Count):
                     entry.maker = made_by(self.names, call.func, entry.counted)
 
     def note(self, call: OpCall) -> None:
-        """Remember the highest moment of a place."""
+        """Record the bytes alive after an op if they are the most in its place."""
         live = self.live + workspace(call.func, call.args)
         known = self.places.get(self.place)
         if known is None or live > known.live:
@@ -203,6 +194,6 @@ class _Places(Count):
 
 
 def nbytes_of(tensors: Any, device: str) -> int:
-    """Bytes of the storages of all tensors in ``tensors`` on a type of device, each rounded up."""
+    """Return the bytes of all storages of ``tensors`` on a type of device, each rounded up."""
     found = {s._cdata: s for s in storages(tree_leaves(tensors), lambda kind: kind == device)}
     return sum(rounded(s.nbytes(), UNIT) for s in found.values())

@@ -1,4 +1,4 @@
-"""A training step to be estimated: what is trained, on what, and how; and a step of it, traced at a small depth."""
+"""The description of a training step to be estimated, and a trace of it at a small depth."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hf_memsave.measure.models import at_depth, class_of, from_config, load_conf
 from hf_memsave.measure.trace import trace_step
 from hf_memsave.patching.patch import patch
 
-#: Short names, as Trainer and ``memsave estimate`` have them (which imports nothing of this before it runs).
+#: Short name, as in Trainer and ``memsave estimate`` -> dtype.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _AdamW8bit(torch.optim.Optimizer):
-    """The states of bitsandbytes' AdamW8bit: two bytes an element, and a scale for 256 of them; small ones in fp32."""
+    """The states of bitsandbytes' AdamW8bit: two bytes an element, and scales for 256 of them; small ones in fp32."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})
@@ -49,7 +49,7 @@ class _AdamW8bit(torch.optim.Optimizer):
                     self.state[p][f"{name}_scales"] = p.new_empty(scales, dtype=torch.float32)
 
 
-#: Optimizers by ``Trainer``'s names, as far as their memory goes.
+#: ``Trainer``'s name of an optimizer -> a function that makes one with the same memory.
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One step of training."""
+    """One training step to be estimated."""
 
     batch_size: int  # sequences
     seq_len: int  # tokens in each
@@ -76,7 +76,7 @@ class Training:
     attention: str = "flash"  # the kernel to prefer ("flash", "efficient", "cudnn"), or "eager" for none
     padded: bool = False  # whether the batch comes with an attention mask
     holds_output: bool = False  # whether the loop holds the output until the next one, as Trainer does not
-    inputs: tuple[tuple[str, Any, torch.dtype | None], ...] = ()  # of a batch of one's own: see inputs_of
+    inputs: tuple[tuple[str, Any, torch.dtype | None], ...] = ()  # the caller's own batch, as inputs_of gives it
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len", "accumulation"):
@@ -95,12 +95,12 @@ class Training:
 
     @property
     def u_dtype(self) -> torch.dtype:
-        """The dtype that linear layers compute in: that of an activation."""
+        """The dtype that linear layers compute in, which is that of an activation."""
         return self.autocast or self.dtype
 
 
 def training_of(**fields: Any) -> Training:
-    """The training that these fields describe; ``lora`` may be a dict, and a dtype its name."""
+    """Make a :class:`Training` of these fields; ``lora`` may be a dict of fields, and a dtype its name."""
     for name in ("dtype", "autocast"):
         if isinstance(value := fields.get(name), str):  # short, or PyTorch's
             fields[name] = DTYPES.get(value, getattr(torch, value, value))
@@ -117,7 +117,7 @@ def _made(cls: Any, what: str, fields: dict[str, Any]) -> Any:
 
 
 def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of a name, a configuration or a model, whose dtype is added to ``training``."""
+    """Return the configuration of a name, a configuration or a model, whose dtype is added to ``training``."""
     if isinstance(model_or_config, str):
         return load_config(model_or_config)
     if isinstance(model_or_config, PreTrainedConfig):
@@ -134,7 +134,7 @@ def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfi
 
 
 def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
-    """The model in training mode on the device that is active, or on the meta device: it has no weights."""
+    """Build the model in training mode on the active device; on the meta device it has no weights."""
     config, head = copy.deepcopy(config), class_of(config, bool(training.inputs))
     name_special_tokens(config)
     config.get_text_config().use_cache = False  # as Trainer has it
@@ -159,7 +159,7 @@ def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
 def prepared(
     config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None, device: str
 ) -> Iterator[tuple[PreTrainedModel, dict[str, Any], Callable[..., Any], torch.optim.Optimizer]]:
-    """A model on a type of device, its batch, its forward and the optimizer; on the stand-in without any numbers."""
+    """Yield a model on a type of device, its batch, forward and optimizer; on the stand-in device without values."""
     is_fake = device == STAND_IN
     with contextlib.ExitStack() as stack:
         if not is_fake:
@@ -190,7 +190,7 @@ def trace_at(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
     on_cpu: bool = False,
 ) -> Trace:  # fmt: skip
-    """A step at a depth, counted on the stand-in device, or on the CPU with random weights; else MeasureError."""
+    """Trace a step at a depth on the stand-in device, or with random weights on the CPU; else MeasureError."""
     device = "cpu" if on_cpu else STAND_IN
     try:
         with prepared(at_depth(config, depth), training, memsave, device) as (model, batch, forward, optimizer):
@@ -214,7 +214,7 @@ def trace_at(
 
 
 def _check_positions(model: PreTrainedModel, tokens: int) -> None:
-    """Refuse what a lookup of positions would: on the stand-in device, no index is out of range."""
+    """Raise where a lookup of positions would fail: on the stand-in device, no index is out of range."""
     for name, module in model.named_modules():
         rows = module.num_embeddings if isinstance(module, nn.Embedding) else tokens
         if rows < tokens and ("position" in name or "wpe" in name):

@@ -1,4 +1,4 @@
-"""Choosing a configuration for a model, a batch and a memory limit."""
+"""Choose a configuration for a model, a batch and a memory limit."""
 
 from hf_memsave.planner.auto_tempo import fast, smart
 from hf_memsave.planner.trial import Plan, Trial

@@ -1,8 +1,8 @@
 """Auto-Tempo: list settings of what to convert in a model, try them on one batch, and take the best that fits.
 
-:func:`fast` tries nothing and everything, each with its largest batch, and takes what trains more sequences a second.
-:func:`smart` keeps the batch. It tries nothing, everything and each kind alone; then, from everything, fewer blocks of
-one kind after another, beginning with the kind that frees the fewest bytes for a second that it adds.
+:func:`fast` converts nothing and everything, each with its largest batch, and takes what trains more sequences a
+second. :func:`smart` keeps the batch. It tries nothing, everything and each kind alone; then, from everything, fewer
+blocks of one kind after another, beginning with the kind that frees the fewest bytes for a second that it adds.
 
 Source: Andoorveedu et al. (2022), arXiv:2210.10246, section 5.2.
 """
@@ -29,7 +29,7 @@ from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.planner.trial import Bench, Plan, Timer, Trial, median_seconds
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: The share of a step below which two times are the same.
+#: The share of a step by which two equal times may differ.
 _NOISE = 1e-3
 
 
@@ -41,13 +41,13 @@ def fast(
     """Convert everything, if the larger batch that then fits trains more sequences a second than stock's largest.
 
     Args:
-        model: Stock, also after an error; tried in training mode. Returns a mapping with a ``"loss"``, or the loss.
-        batch: Its keyword arguments; tensors are ``[batch, ...]``, on its device. Other sizes repeat or cut it.
+        model: A stock model, tried in training mode, and stock after an error; returns a loss or ``{"loss": ...}``.
+        batch: Its keyword arguments: tensors ``[batch, ...]`` on its device, which other sizes repeat or cut.
         config: As for :func:`hf_memsave.patch`.
-        memory: The limit of what :class:`Trial` counts, in bytes or as "16GiB"; what backward computes and drops again
-            is not counted. None, on CUDA, for nine tenths of what the device has left.
+        memory: The limit for :class:`Trial`'s ``needed``, in bytes or as "16GiB"; transients of backward do not count.
+            None, on CUDA, for nine tenths of what the device has left.
         forward: Called instead of ``model``, for a loss of your own or autocast.
-        optimizer_bytes: Of the optimizer's state, for each number that is trained (AdamW: two of four bytes).
+        optimizer_bytes: Bytes of the optimizer's states for each trained number (AdamW: two of four bytes).
         max_batch: The largest batch to try; None for no limit but memory.
         timer: Called with a step to run, once or more; returns the seconds of one.
 

@@ -1,4 +1,4 @@
-"""``MemSaveConfig(budget=...)`` in a trainer, which knows the batch: the config that :func:`hf_memsave.plan` finds."""
+"""Resolve ``MemSaveConfig(budget=...)`` in a trainer, which knows the batch, by :func:`hf_memsave.plan`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hf_memsave.errors import PlanError
 from hf_memsave.logs import logger
 from hf_memsave.planner.plan import BudgetPlan, plan
 
-#: ``TrainingArguments.optim`` -> the name of what has as large states.
+#: ``TrainingArguments.optim`` -> the optimizer, as ``plan`` names it, whose states are as large.
 _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_bnb_8bit": "adamw_8bit",
     "adamw_8bit": "adamw_8bit", "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
-#: The most rows that are read for their lengths, and the most objects among which generators are looked for.
+#: The most rows that are read for their lengths, and the most objects that are searched for random generators.
 _ROWS, _OBJECTS = 256, 10_000
-#: What holds no generator of a data set's own.
+#: Types of objects that hold no random generator of a data set.
 _HOLD_NONE = (str, bytes, int, float, type, types.ModuleType, random.SystemRandom, torch.Tensor)
 
 
 def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, batches: Any) -> BudgetPlan:
-    """Plan for a trainer's step on the longest row that is found; PlanError if nothing fits, or it cannot be told."""
+    """Plan for a trainer's step on the longest row found; PlanError if nothing fits or the step is not known."""
     assert config.budget is not None
     remedy = f"Plan by hand: hf_memsave.plan(model, budget={config.budget!r}, batch_size=..., seq_len=...).config."
     optim, reason = str(getattr(args.optim, "value", args.optim)), ""
@@ -63,7 +63,7 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
 
 
 def _longest(batches: Any, remedy: str) -> int:
-    """Tokens in the longest of at most ``_ROWS`` rows, spread evenly over the data set, as the collator pads it."""
+    """Return the padded length of the longest of at most ``_ROWS`` rows, spread evenly over the data set."""
     rows, collate = getattr(batches, "dataset", None), getattr(batches, "collate_fn", None)
     try:
         count = len(rows)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def _longest(batches: Any, remedy: str) -> int:
 
 @contextlib.contextmanager
 def _left_as_they_are(*readers: Any) -> Iterator[None]:
-    """Put back random generators, and attributes of ``readers`` and of what they hold: training begins with them."""
+    """Restore random generators, and attributes of ``readers`` and of what they hold: training begins with them."""
     own = getattr(torch.get_device_module(), "default_generators", ())
     held: list[Any] = [torch.default_generator, *own, *readers]
     seen: set[int] = set()

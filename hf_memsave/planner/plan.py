@@ -1,9 +1,9 @@
-"""The cheapest setting whose step fits a budget, found without a GPU; or what would fit.
+"""Find the cheapest setting whose training step fits a budget, without a GPU; or say what would fit.
 
-Settings are a list: a rung of ``checkpoint`` in the first 1, 2, ... layers, or none. What each takes follows from two
-traced steps, with the rung in no layer and in all: bytes at the peak, and the operations that it adds to stock's. Of
-those that fit, the one that adds the fewest wins. Offload adds none; how fast its bytes move is in no trace, so that it
-comes after those that fit without.
+Settings are a list: a rung of ``checkpoint`` in the first 1, 2, ... layers, or none. The figures of each follow from
+two traced steps, with the rung in no layer and in all: bytes at the peak, and operations added to stock's. Of those
+that fit, the one that adds the fewest wins. Offload adds none, but no trace tells how fast its bytes move: settings
+with it come after those that fit without.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from hf_memsave.patching.rows import ROWS
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, and what it takes."""
+    """One setting of checkpoint and offload, and what its training step takes."""
 
     config: MemSaveConfig  # to patch with
-    needed: int  # bytes at the peak, with what CUDA takes for itself
+    needed: int  # bytes at the peak, with CUDA's own
     away: int  # bytes in main memory, pinned
-    cost: float  # the operations that a step adds to stock's, as a part of stock's
+    cost: float  # operations that a step adds to stock's, as a fraction of stock's
 
     @property
     def name(self) -> str:
-        """What is done, in words."""
+        """The checkpoint with its layers, and offload, in words."""
         return in_words(self.config, f" in {counted(int(self.config.first_blocks('checkpoint') or 0), 'layer')}")
 
 
 def in_words(config: MemSaveConfig, layers: str = "") -> str:
-    """The rung, in these layers, and offload, in words."""
+    """Describe a config's checkpoint, with these words on its layers, and its offload."""
     parts = [f"checkpoint={config.checkpoint!r}{layers}"] if config.checkpoint else []
     return ", ".join([*parts, *["offload"] * config.offload]) or "no product runs again"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one model and step. A *way* is one whose rung is in all layers; others have it in the first."""
+    """The settings of one model and step. A *way* has its rung in all layers; other settings in the first ones."""
 
     config: PreTrainedConfig
     depth: dict[str, int]
     training: Training
     shards: tuple[str, int]
-    start: MemSaveConfig  # what to begin with
+    start: MemSaveConfig  # the config to begin with
 
     @cached_property
     def stacks(self) -> list[str]:
-        """The field of the configuration that counts it, for each layer."""
+        """For each layer, the configuration's field with the number of layers of its stack."""
         return [field for field, layers in self.depth.items() for _ in range(layers)]
 
     def ways(self) -> list[MemSaveConfig]:
-        """All that may be used, those that offload last."""
+        """Return all ways that may be used, those that offload last."""
         rungs, found = (None, "gate", "block", *["tiles"] * (self.training.seq_len > ROWS)), []
         for offload, rung in itertools.product((False, True), rungs):
             with contextlib.suppress(ConfigError):  # of what cannot be beside what was asked for
@@ -75,13 +75,13 @@ class Settings:
         return found
 
     def way(self, rung: Any = None, offload: bool = False) -> MemSaveConfig:
-        """What to begin with, with this rung in all layers and perhaps offload."""
+        """Return :attr:`start` with this rung in all layers, with or without offload."""
         layers = {kind: number for kind, number in dict(self.start.layers or ()).items() if kind != "checkpoint"}
         tiles = self.start.tiles if rung == "tiles" else None
         return replace(self.start, budget=None, checkpoint=rung, tiles=tiles, offload=offload, layers=layers)
 
     def stock(self) -> dict[str, tuple[int, float]]:
-        """Stock, and stock with gradient checkpointing -> bytes needed, and the cost."""
+        """Return the bytes needed and the cost of stock without and with gradient checkpointing, by name."""
         found = {}
         for name, checkpointing in (("stock", False), ("stock, gradient checkpointing", True)):
             if checkpointing or not self.training.checkpointing:
@@ -91,7 +91,7 @@ class Settings:
         return found
 
     def trace(self, way: MemSaveConfig | None, **changes: Any) -> Trace:
-        """The step on one of the devices, with these fields changed; stock's for None."""
+        """Trace a way's step, or stock's for None, on one of the devices, with these fields of the training changed."""
         trace = trace_in_full(self.config, self.depth, replace(self.training, **changes), way)
         if not trace.per_layer:
             raise MeasureError(
@@ -101,7 +101,7 @@ class Settings:
         return trace.sharded(*self.shards)
 
     def setting(self, way: MemSaveConfig, layers: int | None = None, **changes: Any) -> Setting:
-        """What a way takes, with its rung in the first ``layers`` or in all, in a step with these fields changed."""
+        """Return the setting with a way's rung in the first ``layers``, or in all, in a step with these changes."""
         layers = len(self.stacks) if layers is None else layers
         plain, whole = self.trace(self.way(offload=way.offload), **changes), self.trace(way, **changes)
         stock = self.trace(None, **changes | {"checkpointing": False})
@@ -121,13 +121,13 @@ class Settings:
         )
 
     def _mixed(self, plain: Trace, whole: Trace, layers: int, name: str) -> float:
-        """A figure with the rung in the first ``layers``, of traces with it in none and in all."""
+        """Interpolate a figure with the rung in the first ``layers``, from traces with it in none and in all."""
         # Each later layer adds as much as others of its stack; what is left is the first one's, which may be unlike.
         more = (whole.per_layer[stack][name] - plain.per_layer[stack][name] for stack in self.stacks[layers:])
         return float(getattr(whole, name) - sum(more))
 
     def _peak(self, plain: Trace, whole: Trace, layers: int) -> int:
-        """With the rung in the first ``layers``: there a block sees what it sees where all have it."""
+        """Return the peak with the rung in the first ``layers``, whose blocks are as where all layers have it."""
         if layers == len(self.stacks):
             return whole.peak
         blocks = [(stack, block) for stack, count in plain.blocks.items() for block in range(count)]
@@ -145,17 +145,17 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BudgetPlan:
-    """What :func:`plan` found; prints as a table."""
+    """The result of :func:`plan`; ``str()`` of it is a table."""
 
-    best: Setting  # the one of those that fit that adds the least work
-    budget: int  # bytes that there are
+    best: Setting  # the fitting setting that adds the least work
+    budget: int  # bytes available
     fitting: tuple[Setting, ...]  # the cheapest of each way that fits: without offload first, then by cost
     tried: tuple[Setting, ...]  # the floor, and each other setting that was traced, in all layers
     stock: dict[str, tuple[int, float]]  # stock, without and with gradient checkpointing -> bytes needed, and the cost
 
     @property
     def config(self) -> MemSaveConfig:
-        """For :func:`hf_memsave.patch`."""
+        """The config to give to :func:`hf_memsave.patch`."""
         return self.best.config
 
     def _rows(self) -> list[list[str]]:
@@ -202,22 +202,30 @@ def plan(
 
     Args:
         model_or_config: As for :func:`hf_memsave.estimate`.
-        budget: What there is, in bytes or as "24GiB".
-        batch_size: Sequences, on each device.
-        seq_len: Tokens in each.
-        memsave: What to begin with, as for :func:`hf_memsave.patch`; the plan chooses its checkpoint and offload.
-        main_memory: What offload may take of it, on each device; None for any amount.
-        devices: Over how many to shard.
+        budget: The memory of each device, in bytes or as "24GiB".
+        batch_size: Sequences on each device.
+        seq_len: Tokens in each sequence.
+        memsave: The config to begin with, as for :func:`hf_memsave.patch`; the plan chooses its checkpoint and offload.
+        main_memory: Main memory that offload may take for each device; None for any amount.
+        devices: Number of devices that train together.
         sharding: As for :func:`hf_memsave.estimate`.
         **training: As for :func:`hf_memsave.estimate`.
 
     Returns:
-        The plan; ``patch(model, plan.config)`` does it.
+        The plan; ``patch(model, plan.config)`` applies it.
 
     Raises:
-        ConfigError: ``memsave`` names what does not exist.
-        PlanError: Nothing fits; it says by how much, and what would. Or an argument has no such value.
+        ConfigError: ``memsave`` names a preset, file, field or value that does not exist.
+        PlanError: Nothing fits (the message says by how much, and what would), or an argument has no such value.
         MeasureError: The model or a field is not known, or the step cannot be run.
+
+    Example:
+        >>> from hf_memsave import plan
+        >>> from transformers import LlamaConfig
+        >>> small = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 8}
+        >>> found = plan(LlamaConfig(**small, vocab_size=256), budget="620MiB", batch_size=8, seq_len=512)
+        >>> found.config.checkpoint, found.best.needed <= found.budget
+        ('gate', True)
     """
     limit = bytes_of(budget, "budget")
     most_away = None if main_memory is None else bytes_of(main_memory, "main_memory")
@@ -276,7 +284,7 @@ def _too_much(settings: Settings, tried: dict[MemSaveConfig, Setting], limit: in
 
 @without_gpus
 def what_fits(settings: Settings, way: MemSaveConfig, limit: int) -> list[str]:
-    """Changes of a way's step that make it fit, each alone, in words and with what is estimated to be needed then."""
+    """Return the changes that each make a way's step fit, in words, with the bytes then needed."""
     training, changes = settings.training, dict[str, tuple[MemSaveConfig, dict[str, Any]]]()
     if settings.trace(way).in_optimizer + OWN <= limit:  # else no rung changes that
         changes = {in_words(other): (other, {}) for other in settings.ways()[1:]}

@@ -1,4 +1,4 @@
-"""What one setting of a model needs for one batch: bytes, counted; and the seconds of a step."""
+"""Count the bytes that one setting of a model needs for one batch, and time its step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hf_memsave.measure.largest import search
 from hf_memsave.patching.patch import PatchReport, patch
 from hf_memsave.patching.swap import is_patched
 
-#: Runs the step it is given as often as it likes, and returns the seconds of one.
+#: A function that runs the step it is given once or more, and returns the seconds of one.
 Timer = Callable[[Callable[[], None]], float]
-#: Of the memory that a CUDA device has left; the rest is for backward's temporaries and fragmentation.
+#: The usable share of a CUDA device's free memory; the rest is for backward's temporaries and fragmentation.
 _USABLE = 0.9
 
 
@@ -42,7 +42,7 @@ class Trial:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What :func:`fast` or :func:`smart` found, and what was done: prints as a table."""
+    """The result of :func:`fast` or :func:`smart`, which have applied it; ``str()`` of it is a table."""
 
     config: MemSaveConfig | None  # what the model is patched with now; None if it was left stock
     batch_size: int  # sequences in the batch that it is for
@@ -75,16 +75,16 @@ class Plan:
 
 
 class _DeviceFullError(PlanError):
-    """A batch that the device has no room for."""
+    """A batch that does not fit in the device's memory."""
 
 
 def median_seconds(step: Callable[[], None]) -> float:
-    """Return the median of five steps, after one to warm up."""
+    """Return the median seconds of five steps, after one to warm up."""
     return statistics.median(timeit.repeat(step, number=1, repeat=6)[1:])
 
 
 class Bench:
-    """Counts and times a stock model, as it is patched meanwhile, in ``trials``; it does not put anything back."""
+    """A bench that counts and times a model, patched or not by the caller, into ``trials``; it restores nothing."""
 
     def __init__(
         self, model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike, memory: int | str | None,
@@ -110,12 +110,12 @@ class Bench:
         self.batch_size = _batch_size(batch)
 
     def plan(self, config: MemSaveConfig | None, batch_size: int, reason: str) -> Plan:
-        """Patch the model with what was found, if anything was."""
+        """Patch the model with ``config``, if any, and return the plan."""
         report = None if config is None else patch(self.model, config)
         return Plan(config, batch_size, self.memory, reason, tuple(self.trials), report)
 
     def count(self, name: str, size: int) -> Trial:
-        """Count what the model needs for a batch of this size."""
+        """Count the bytes that the model needs for a batch of this size, and add the trial."""
         with self._batch(size) as batch:
             kept = measure_kept(self.model, batch, self._loss).total
         needed = self.fixed + kept
@@ -123,7 +123,7 @@ class Bench:
         return trial
 
     def seconds(self, trial: Trial) -> float:
-        """Time one forward and backward on the batch of a trial, and note it there."""
+        """Time one forward and backward on the batch of a trial, and record the seconds in it."""
 
         def step() -> None:
             # Not backward(): it would add to gradients that are not the model's, and run an optimizer in a hook.
@@ -137,7 +137,7 @@ class Bench:
         return seconds
 
     def largest(self, name: str, most: int) -> Trial:
-        """Count batches up to ``most`` for the largest that fits; of 0 if none does."""
+        """Return the trial of the largest batch up to ``most`` that fits, or of 0 sequences if none does."""
         known = {0: Trial(name, 0, 0, self.fixed, True)}
 
         def needed(size: int) -> int:
@@ -160,7 +160,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _batch(self, size: int) -> Iterator[Mapping[str, Any]]:
-        """Give a batch of this size; errors inside say what is lacking."""
+        """Give a batch of this size; raise an error inside as one that says what is lacking."""
         if not self.model.training:  # else parts of it may be in another mode on purpose
             self.model.train()
         try:
@@ -183,7 +183,7 @@ class Bench:
 
 
 def limit_of(memory: int | str | None, model: nn.Module) -> int:
-    """Return the limit in bytes; for None, nine tenths of what the model's one CUDA device has left for it."""
+    """Return ``memory`` in bytes; for None, nine tenths of what the model's one CUDA device has left for it."""
     if memory is not None:
         return bytes_of(memory)
     parameters = list(model.parameters())
@@ -200,7 +200,7 @@ def limit_of(memory: int | str | None, model: nn.Module) -> int:
 
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the first ``size`` sequences of the batch, begun again where it ends."""
+    """Return the batch cut to ``size`` sequences, or repeated up to them."""
     index = torch.arange(size) % _batch_size(batch)
     return {k: v[index.to(v.device)] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
 
