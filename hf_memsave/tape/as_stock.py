@@ -1,4 +1,4 @@
-"""What stock would ask autograd to keep of a call that something else stands for.
+"""What stock's operation would ask autograd to keep, where another one stands in for it.
 
 An approximate, sampled, fused or chunked operation asks for other tensors than the stock one, or for none. So in the
 one forward that a ledger counts, the stock one runs beside it on tensors without bytes: it computes and draws nothing.
@@ -23,7 +23,7 @@ from hf_memsave.tape.tensors import leaves
 
 
 def replacing_stock(tape: Tape | None) -> contextlib.AbstractContextManager[None]:
-    """Leave what autograd asks ``tape`` to keep meanwhile out of what stock asks for."""
+    """Enter a context in which what autograd asks ``tape`` to keep does not count as stock's."""
     return contextlib.nullcontext() if tape is None else tape.using(replaces_stock=True)
 
 
@@ -35,12 +35,9 @@ def run_counted(
     args: Sequence[Any],
     module: nn.Module | None = None,
 ) -> Any:
-    """``run()``, in whose place stock has ``stock(*args)``; the ledger of ``tape`` is told what that asks for.
+    """Return ``run()``, and tell the ledger of ``tape`` what ``stock(*args)``, which stock runs instead, asks to keep.
 
     ``stock`` is called at most once, with tensors without bytes, and may read the parameters of ``module``.
-
-    Returns:
-        What ``run`` returns.
     """
     if tape is None or tape.ledger is None or tape.frame.replaces_stock:
         return run()
@@ -60,7 +57,7 @@ def run_counted(
 def _asked(
     stock: Callable[..., Any], args: Sequence[Any], module: nn.Module | None
 ) -> tuple[list[Tensor], int, bool] | None:
-    """The tensors among ``args`` that stock keeps, bytes of others that it makes and keeps, and whether its result."""
+    """Return the ``args`` that stock keeps, bytes it makes and keeps, and if its result is kept; None if unknown."""
     if not all(type(x) in (Tensor, nn.Parameter) and has_numbers(x) for x in leaves(args, None)):
         return None
     within = [] if module is None else list(module.modules())
@@ -95,7 +92,7 @@ def _asked(
 
 
 def _graph_of(out: Any) -> Any:
-    """What is alive for as long as the graph that made ``out``; or for good, where ``out`` does not tell."""
+    """Return an object that lives as long as the graph that made ``out``; or for good, where ``out`` does not tell."""
     if type(out) is not Tensor or out.grad_fn is None:
         return _graph_of
     return Note.of(out.grad_fn)

@@ -1,7 +1,7 @@
 """``F.scaled_dot_product_attention``: what it keeps beside q, k, v and its output.
 
 stock                                                    here
-a float mask per layer, made of a boolean one            one per forward, remade from the boolean one; stock's
+a float mask per layer, made of a boolean one            one per forward, recomputed from the boolean one; stock's
                                                          for cuDNN before PyTorch 2.12, where False is no -inf
 CUDA: a copy of it, if its rows are not 8 k elements     one per forward, with rows that are
 a whole fused qkv projection, pinned by v                v
@@ -31,7 +31,7 @@ from hf_memsave.tape.tensors import CONSTANT, is_plain, unexpanded
 
 
 def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.scaled_dot_product_attention``."""
+    """Handle ``F.scaled_dot_product_attention``: share its mask among layers; keep k and v without larger tensors."""
     if not tape.is_innermost():
         return func(*args, **kwargs)
     query, key, value, mask, rest = _arguments(*args, **kwargs)
@@ -56,7 +56,7 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
             return call(query, key, value, mask, **rest)
     finally:
         del held
-        for tensor in given:  # a cache may hold it for long: let go of what it was made from
+        for tensor in given:  # a cache may keep it for long: forget the call that made it
             tape.forget_call(tensor)
 
 
@@ -71,7 +71,7 @@ def _is_composed(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0, is_causal: bool = False,
     **rest: Any,
 ) -> bool:  # fmt: skip
-    """Whether SDPA is many functions here, among them a dropout, and refuses nothing of what it is given."""
+    """Return whether SDPA runs as many functions here, a dropout among them, and refuses none of its arguments."""
     given = query, key, value
     if not 0 < dropout_p < 1 or not all(is_plain(x) and x.numel() for x in given):
         return False
@@ -88,7 +88,7 @@ def _composed(
     tape: Tape, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The functions that SDPA calls where it is not one kernel, in its order, each seen by the tape."""
+    """Run the functions that SDPA calls where it is not one kernel, in its order, so that the tape sees each."""
     dtype = query.dtype
     with no_autocast():
         if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
@@ -117,7 +117,7 @@ def _composed(
 
 
 def _product(tape: Tape, *factors: Tensor) -> Tensor:
-    """Their product, which alone takes them: what autograd does not keep for it is not asked for later."""
+    """Return the matrix product of ``factors``, and forget the calls that made them: nothing else uses them."""
     batches = [_one_batch(tape, x) for x in factors]
     product: Tensor = tape.call(torch.matmul, *batches)
     for x in batches:
@@ -126,7 +126,7 @@ def _product(tape: Tape, *factors: Tensor) -> Tensor:
 
 
 def _one_batch(tape: Tape, x: Tensor) -> Any:
-    """``x``, or the copy that a product would make of it by itself, unseen."""
+    """Return ``x``, or the contiguous copy that ``torch.matmul`` would make of it inside C++, unseen by the tape."""
     try:
         x.view(-1, *x.shape[-2:])
     except (RuntimeError, ValueError):  # of fake tensors
@@ -135,7 +135,7 @@ def _one_batch(tape: Tape, x: Tensor) -> Any:
 
 
 def _low_heads(tape: Tape, x: Tensor) -> Tensor:
-    """``x`` in low precision; where it is repeated for every query head, remade from what it was before, in that."""
+    """Return a key or value in autocast's dtype; one of repeated heads is recomputed from them, in that dtype."""
     once = _repeated_from(tape, x)
     out = low(tape, x)
     if once is not None and out is not x:
@@ -145,7 +145,7 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
 
 
 def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
-    """The expanded tensor that ``x`` is a copy of, where neither was written to."""
+    """Return the expanded tensor that ``x`` is a copy of, if neither was written to since; else None."""
     call = tape.call_that_made(x, (Tensor.reshape,))
     if call is None or call.has_ghosts or not tape.content_of(x).is_of(x):
         return None
@@ -174,7 +174,7 @@ def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype, is_low: bool) -> 
 
 
 def _made_before(tape: Tape, mask: Tensor) -> Tensor:
-    """The mask that an earlier layer made from the same tensors (a boolean mask, T5's position bias), or this one."""
+    """Return an earlier layer's mask from the same tensors (a boolean mask, T5's position bias), or this one."""
     content = tape.content_of(mask)
     if tape.call_that_made(mask) is None or content.is_kept or not content.is_of(mask):
         return mask
@@ -184,7 +184,7 @@ def _made_before(tape: Tape, mask: Tensor) -> Tensor:
 
 
 def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
-    """A key, equal for tensors that held the same numbers at this version: the same tensor, or one made alike."""
+    """Return a key, equal for ``x`` at ``version`` and for tensors that the same calls made from the same tensors."""
     content = tape.content_of(x)
     if content is None or content.is_unversioned:
         return object()
@@ -199,13 +199,13 @@ def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
         kwargs = call.kwargs or {}
         made = [_same(tape, a, versions, depth - 1) for a in (*call.args, *kwargs.values())]
         identity = *geometry, call.func, *made, *kwargs
-    if identity not in tape.memo:  # which holds the first tensor of each identity, so that its address stays its own
+    if identity not in tape.memo:  # which keeps the first tensor of each identity, so that no other gets its address
         tape.memo[identity] = tape.memo[address] = identity, x, version
     return identity
 
 
 def _same(tape: Tape, argument: Any, versions: dict[int, int], depth: int) -> Any:
-    """Equal for arguments of a function that were equal when it was called."""
+    """Return a key, equal for arguments that were equal when their function was called."""
     if isinstance(argument, Tensor):
         version = versions.get(id(argument))
         return object() if version is None else _identity(tape, argument, version, depth)
@@ -216,13 +216,13 @@ def _same(tape: Tape, argument: Any, versions: dict[int, int], depth: int) -> An
 
 
 def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What SDPA makes of a boolean mask by itself, in every layer."""
+    """Return the float mask (0 or -inf) that SDPA makes of a boolean one inside C++, in every layer."""
     zeros = _empty_mask(mask, dtype).zero_() if mask_multiple(mask) > 1 else torch.zeros_like(mask, dtype=dtype)
     return zeros.masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def laid_out(mask: Tensor) -> Tensor:
-    """``mask``, its rows so far apart as CUDA's kernels ask for: of any other, each layer makes and keeps a copy."""
+    """Return a copy of ``mask`` with rows so far apart as CUDA's kernels ask: of any other, each layer keeps a copy."""
     return _empty_mask(mask, mask.dtype).copy_(mask)
 
 
@@ -233,7 +233,7 @@ def _empty_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
-    """``x``, or a copy where x is a part of a larger tensor that is not needed (Phi-3's v in its fused qkv)."""
+    """Return ``x``, or a copy if it is a part of a larger tensor that is not needed (Phi-3's v in its fused qkv)."""
     storage = x.untyped_storage()
     if storage.nbytes() <= x.numel() * x.itemsize or tape.is_kept(x):
         return x
@@ -244,7 +244,7 @@ def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
 
 
 def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
-    """What keeps a fused projection that q is a part of: SDPA asks for a k that a cache has copied from it first."""
+    """Keep the fused projection that ``query`` is a part of, before SDPA asks for a k that a cache copied from it."""
     content: Any = tape.content_of(query) if tape.outer is None and tape.codec is None else None
     if not tape.owns(content) or tape.call_that_made(query) is not None or content.make is not None:
         return None

@@ -1,7 +1,4 @@
-"""Autocast: its conversions are made before the call that would make them inside, where no hook sees the source.
-
-To 16 bits for products (:func:`low`), and on CUDA to fp32 for what autocast runs wide (:func:`wide`).
-"""
+"""Autocast: conversions (to 16 bits or fp32) are made before the call that would make them inside, unseen by hooks."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from hf_memsave.tape.private import any_autocast, autocast_cache, has_autocast, 
 from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tape import Handler, Tape, new
 
-#: What autocast may run in fp32 (on CUDA; on CPU ``polar`` alone), by the operation of PyTorch that it converts for.
+#: Functions that autocast may run in fp32 (on CUDA; on CPU ``polar`` alone), by the ATen op that it converts for.
 WIDENED = {
     "pow": ("pow", "square", "__pow__", "__rpow__"),
     **{name: (name,) for name in "rsqrt exp expm1 log log1p log2 log10 reciprocal cosh sinh tan erfinv".split()},
     **{name: (name,) for name in "softplus layer_norm rms_norm group_norm polar".split()},
     **{name: (name, f"arc{name[1:]}") for name in ("acos", "asin")},
 }
-#: What converts within, and keeps nothing of what it converted: one kernel of 16 bits with a result in fp32, say.
+#: Functions that convert inside and keep nothing of the conversion: one kernel of 16 bits with a result in fp32, say.
 WIDENED_WITHIN = {
     "softmax": ("softmax", "softmin"),
     "log_softmax": ("log_softmax",),
@@ -39,24 +36,24 @@ WIDENED_WITHIN = {
 def converted(
     convert: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with its tensors converted in autocast's order: from the last one to the first."""
+    """Return the arguments of a call, its tensors converted in autocast's order: from the last one to the first."""
     new_args = [convert(a) if isinstance(a, Tensor) else a for a in reversed(args)]
     return tuple(new_args[::-1]), {name: convert(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
 
 
 def widens(x: Tensor, name: str) -> bool:
-    """Whether autocast is on for the device of ``x``, and there converts what ``aten::name`` is called with."""
+    """Return whether autocast is on for the device of ``x``, and converts the arguments of ``aten::name`` there."""
     return has_autocast(name, x.device.type) and is_autocast(x)
 
 
 def wide(name: str, is_within: bool) -> Handler:
-    """Of a function that autocast may run in fp32: its conversions, if not within it, are made to be recorded."""
+    """Return a handler of a function that autocast may run in fp32: it records the conversions, if not made within."""
 
     def handler(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)] if any_autocast() else []
         if not tensors or not widens(tensors[0], name):
             return new(tape, func, args, kwargs)
-        if is_within:  # run again under autocast: converted before, it would keep more, and maybe other bits
+        if is_within:  # recomputed under autocast: converted before, it would keep more, and maybe other bits
             return new(tape, func, args, kwargs, partial(AutocastState.now(tensors[0].device.type).run, func))
 
         def widened(x: Tensor) -> Tensor:
@@ -69,7 +66,7 @@ def wide(name: str, is_within: bool) -> Handler:
 
 
 def low(tape: Tape, x: Tensor) -> Tensor:
-    """``x`` as autocast would hand it to a product; as there, the conversion of a leaf is shared by all who need it."""
+    """Return ``x`` in autocast's dtype for products; a trained fp32 leaf's cast is shared, as in autocast's cache."""
     dtype = torch.get_autocast_dtype(x.device.type)
     if x.dtype == dtype or not x.is_floating_point() or x.dtype == torch.float64:
         return x
@@ -91,7 +88,7 @@ def low(tape: Tape, x: Tensor) -> Tensor:
 
 
 def _casts(tape: Tape) -> dict[Any, tuple[Tensor, Tensor]]:
-    """The shared conversions; none any more where autocast has let go of its own since, within the forward."""
+    """Return the shared casts of leaves; cleared where autocast has emptied its own cache within the forward."""
     root = tape.root
     if (alive := root.memo.get(autocast_cache)) is None or alive() is None:
         root.casts.clear()
@@ -100,7 +97,7 @@ def _casts(tape: Tape) -> dict[Any, tuple[Tensor, Tensor]]:
 
 
 def own_cast(tape: Tape, given: Any, made: Any) -> Any:
-    """An argument of a product, to be recorded: the shared conversion of a leaf is emptied too early."""
+    """Return a product's argument ``made`` to record: for a leaf's shared cast, which is emptied early, a new one."""
     if made is given or not (given.is_leaf and given.requires_grad):
         return made
     own = given.detach().to(made.dtype)

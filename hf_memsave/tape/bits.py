@@ -13,7 +13,7 @@ from hf_memsave.tape.private import is_concrete
 from hf_memsave.tape.quantize import decode, encode
 
 _BITS = 8
-#: Booleans that NumPy packs and unpacks at once; what it allocates no counter of peaks sees.
+#: Most booleans that NumPy packs and unpacks: no counter of peaks sees what it allocates.
 _FEW = 2**16
 #: Eight bytes of 0 or 1, lowest first, times this have them as the bits of the highest byte.
 _GATHER = 0x0102040810204080
@@ -22,7 +22,7 @@ _COPY, _EACH = 0x0101010101010101, 0x8040201008040201 - 2**64
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """Eight booleans a byte, lowest bit first, as uint8 ``[ceil(numel / 8)]``; what is not zero is true."""
+    """Return ``flags`` eight to a byte, lowest bit first, as uint8 ``[ceil(numel / 8)]``; what is not zero is true."""
     flat = flags.reshape(-1).view(torch.uint8)
     if _is_quick(flat, flat.numel()):
         return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little")).clone()  # which PyTorch allocates
@@ -33,7 +33,7 @@ def pack_bits(flags: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """The first ``numel`` booleans that :func:`pack_bits` packed, as bool ``[numel]``."""
+    """Return the first ``numel`` booleans that :func:`pack_bits` packed, as bool ``[numel]``."""
     if _is_quick(packed, numel):
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
     spread = packed.to(torch.int64).mul_(_COPY).__iand__(_EACH)
@@ -42,12 +42,12 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 
 def _is_quick(x: Tensor, numel: int) -> bool:
-    """Whether NumPy, in one call, does what PyTorch would in five, of so little that no peak is of it."""
+    """Return whether to use NumPy, one call for PyTorch's five: for so few elements that no peak is made of them."""
     return x.is_cpu and numel <= _FEW and is_concrete(x)
 
 
 class Coders(NamedTuple):
-    """What packs and codes: functions of these four names and arguments, whose results each other's can read."""
+    """Functions that pack and code: any of the same names and arguments, if it reads what PyTorch's own wrote."""
 
     pack_bits: Callable[[Tensor], Tensor] = pack_bits
     unpack_bits: Callable[..., Tensor] = unpack_bits
@@ -60,12 +60,12 @@ CODERS = Coders()
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes below 2^bits as ``[bits, *]``: :func:`pack_bits` of every lowest bit, then of every next one."""
+    """Return uint8 codes below 2^bits as ``[bits, *]``: :func:`pack_bits` of all lowest bits, then of all next ones."""
     return torch.stack([pack_bits((codes >> plane & 1).bool()) for plane in range(bits)])
 
 
 def unpack_codes(packed: Tensor, numel: int) -> Tensor:
-    """The first ``numel`` codes that :func:`pack_codes` packed, as uint8 ``[numel]``."""
+    """Return the first ``numel`` codes that :func:`pack_codes` packed, as uint8 ``[numel]``."""
     codes = torch.zeros(numel, dtype=torch.uint8, device=packed.device)
     for plane, row in enumerate(packed):
         codes |= unpack_bits(row, numel).to(torch.uint8) << plane

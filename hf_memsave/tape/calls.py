@@ -1,4 +1,4 @@
-"""The calls of a forward, by numbers: those that two forwards had no use for leave no record, as in stock."""
+"""The calls of a forward, by numbers: a call that two forwards had no use for leaves no record, as in stock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Calls:
 
     A call is known by the forward's signature (config, what is trained, sizes of inputs) and by all calls before it,
     their functions and sizes. The forwards of a module share ``seen``: signature -> call -> how many of them had no use
-    for it; below zero once one had. It is of use where a tensor is made again by it, or what is kept depends on it.
+    for it; below zero once one had. It is of use where a tensor is recomputed by it, or what is kept depends on it.
     """
 
     def __init__(self, seen: dict[int, dict[int, int]], *signature: Any) -> None:
@@ -26,7 +26,7 @@ class Calls:
         self.known = seen[self.state] = {} if known is None else known  # the latest stand last
 
     def end(self) -> None:
-        """Learn from a forward that has ended; forget the oldest signatures where that is too much."""
+        """Learn which calls were of use to the forward that ended; forget the oldest signatures beyond the limits."""
         for made in self.made:
             times = self.known.get(made, 0)
             self.known[made] = -1 if made in self.used or times < 0 else times + 1

@@ -1,10 +1,10 @@
-"""Codecs: what gives a tensor back from fewer bytes.
+"""Codecs: tensors are kept as codes of fewer bytes, and decoded in backward.
 
 Booleans take one bit an element, where PyTorch keeps a byte. With ``storage="int8"`` or ``"int4"``, floating-point
 activations that have to be kept take 8 or 4 bits an element (:mod:`~hf_memsave.tape.quantize`), once per storage.
 Parameters, their casts, integers, small tensors and the statistics of norms are kept as they are.
 
-SDPA's backward computes exp(q·k) again, which 4 bits would bias by 10% and more: its q, k, v and output take 8 bits
+SDPA's backward recomputes exp(q·k), which 4 bits would bias by 10% and more: its q, k, v and output take 8 bits
 under int4 too, and so do the log probabilities of the loss. Masks of SDPA are never coded.
 """
 
@@ -26,12 +26,12 @@ from hf_memsave.tape.quantize import FORMATS, Format
 from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import is_dense
 
-#: Booleans below which bits are not worth their trouble.
+#: Fewest booleans that are packed into bits.
 SMALLEST = 4096
-#: On the storage of booleans, a function that gives the forward in which they were coded; or None, once that is over.
+#: Attribute of booleans' storage: a function that returns the tape that coded them, None once its forward is over.
 CODED_IN = "_memsave_coded_in"
 
-#: Elements of a tensor below which a code is not worth its launches.
+#: Fewest elements of a tensor that is coded: for fewer, a code is not worth its launches.
 SMALLEST_CODED = 512
 _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -40,7 +40,7 @@ def coded(
     storages: Storages, content: Content, storage: Any, tensor: Tensor, decode: Callable[..., Tensor],
     codes: tuple[Tensor, ...], is_lossy: bool,
 ) -> Content:  # fmt: skip
-    """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where that holds no more."""
+    """Return a content that gives dense ``tensor`` as ``decode(*codes)``, and views of ``storage`` if it spans that."""
     code = Content(storages.lock)
     code.become(decode, [storages.keep(c) for c in codes])
     code.is_lossy = is_lossy
@@ -53,13 +53,13 @@ def coded(
 
 
 def as_bits(storages: Storages, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
-    """One bit for each byte of the storage of a boolean tensor, for all its views; None where that saves nothing."""
+    """Keep one bit for each byte of a boolean tensor's storage, for all views; return None where that saves nothing."""
     if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor):
         return None
     coded_in = getattr(storage, CODED_IN, None)
     if (
         coded_in is not None and coded_in() is not storages.root
-    ):  # held beyond a forward: bits would be kept in addition
+    ):  # kept beyond a forward: bits would be kept in addition
         return None
     setattr(storage, CODED_IN, weakref.ref(storages.root))
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
@@ -69,7 +69,7 @@ def as_bits(storages: Storages, content: Content, storage: Any, tensor: Tensor) 
 
 
 def leave_alone(held: Any, depth: int = 4) -> None:
-    """Never code the booleans in ``held``, nor in containers in it: the caller may hold them until backward."""
+    """Exempt the booleans in ``held`` and in containers in it from coding: the caller may keep them until backward."""
     if isinstance(held, Tensor):
         if held.dtype is torch.bool:
             with contextlib.suppress(NotImplementedError, RuntimeError):  # it is sparse, or of a transform
@@ -80,7 +80,7 @@ def leave_alone(held: Any, depth: int = 4) -> None:
 
 
 class Encoder:
-    """Chooses what of one forward is coded, and codes it, by draws of its own for each block and forward."""
+    """Choose which activations are coded, and code them, by random draws of its own for each block and forward."""
 
     def __init__(self, kind: str, index: int, forward: int) -> None:
         self.form = FORMATS[kind]
@@ -88,7 +88,7 @@ class Encoder:
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, storages: Storages, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
-        """What goes on the tape for ``tensor``; None to keep it as it is."""
+        """Return what goes on the tape for ``tensor``; None to keep it as it is."""
         if not _is_activation(tensor, content):
             return None
         mine = tensor.detach()

@@ -1,4 +1,4 @@
-"""Which tape calls ask on this thread, and what an interrupt has left there."""
+"""The tape that calls on this thread ask, and what an interrupt has left there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def current() -> Tape | None:
 
 
 def has_leftovers() -> bool:
-    """Whether a tape's mode or hooks are on this thread."""
+    """Return whether a tape's mode or hooks are on this thread."""
     modes = [private.get_mode(i) for i in range(private.count_modes())]
     return any(isinstance(one, Tape) for one in (_owner(innermost_hooks()), *modes))
 
 
 def clear_leftovers() -> None:
-    """Take off this thread what forwards that an interrupt has ended have left on it; for where none of ours runs."""
+    """Remove the modes and hooks that interrupted forwards left on this thread; for where none of our forwards runs."""
     while isinstance(_owner(innermost_hooks()), (Tape, Offload)):
         private.pop_hooks()
     modes = [private.pop_mode() for _ in range(private.count_modes())]

@@ -5,7 +5,7 @@ Forward, with q = 1 - p, and backward::
     y = x * m / q       m ~ Bernoulli(q), from the model's own generator, exactly as stock draws it
     dx = dy * m / q
 
-Kept for backward, beside x, from which y is remade::
+Kept for backward, beside x, from which y is recomputed::
 
     eager    m / q in x's dtype (CPU) or m as a byte (CUDA), and y in the next linear
     "seed"   the generator's state before the draw: 5056 bytes (CPU), 16 bytes (CUDA)
@@ -14,7 +14,7 @@ Kept for backward, beside x, from which y is remade::
 
 Exact. On CPU drawing again takes about as long as drawing did, ten times as long as reading bits, and a mask is kept in
 bits where another thread drew between the reading of the state and the mask. On CUDA it is one cheap kernel, which
-draws from the device's default generator: threads that train take turns at it, but one that draws by itself does not.
+draws from the device's default generator: threads that train take turns at it, but others that draw from it do not.
 Source: Chen et al. (2016), arXiv:1604.06174; Tempo, arXiv:2210.10246.
 """
 
@@ -41,18 +41,18 @@ from hf_memsave.tape.private import after_backward, backward_id, in_transform, i
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, is_plain
 
-#: Of alpha dropout: what SELU saturates at, negated.
+#: For alpha dropout: the value that SELU saturates at, negated.
 _SATURATION = 1.7580993408473766
-#: Bytes of a state of CPU's generator, and of an element of which a bit is 1/32.
+#: Bytes of a state of CPU's generator, and of an element that is 32 times a bit.
 _STATE, _WIDE = 5056, 4
 _ALPHA = frozenset({F.alpha_dropout, torch.alpha_dropout})
-#: Those that drop whole channels, and of how many dimensions a batch is: any other input stock refuses or takes for one
-#: sample, which it puts into a batch.
+#: Dropouts of whole channels -> dimensions of a batch: any other input, stock refuses or takes for one sample, which it
+#: puts into a batch.
 _OF_CHANNELS = {F.dropout1d: 3, F.dropout2d: None, F.dropout3d: 5, torch.feature_dropout: None}
 
 
 def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Any function of :data:`DROPOUTS`."""
+    """Handle any function of :data:`DROPOUTS`: keep its mask as bits, or as the generator's state to draw it again."""
     x, p, training, inplace = dropout_arguments(*args, **kwargs)
     if inplace:
         tape.before_write(x)
@@ -81,7 +81,7 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None
 ) -> Any:
-    """Input, p, training and inplace of any plain dropout, as stock reads them."""
+    """Return input, p, training and inplace of a call of any plain dropout, as stock reads them."""
     p = float(p) if isinstance(p, Tensor) else p
     return input, p, training if train is None else train, inplace
 
@@ -97,14 +97,14 @@ def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor
 def drawn(
     tape: Tape, like: Tensor, p: float, itemsize: int, is_scaled: bool = True
 ) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
-    """What stock multiplies ``like`` with on CPU, drawn as stock draws it; and what gives it again, of what is kept.
+    """Draw what stock's dropout multiplies ``like`` with on CPU, as stock draws it; return how to recompute it too.
 
     Args:
-        tape: Its ``dropout`` says what to keep.
-        like: What is dropped from, dense.
+        tape: The ``dropout`` of its frame says what to keep.
+        like: The dropout's input, dense.
         p: The probability of a zero, between 0 and 1.
-        itemsize: Bytes of an element of what ``like`` is made from in backward: fewer than its own in a cast.
-        is_scaled: Whether what is not zero is 1 / (1 - p), or 1.
+        itemsize: Bytes of an element of the tensor that ``like`` is a cast of, or of its own.
+        is_scaled: Whether elements that are not zero are 1 / (1 - p); else they are 1.
 
     Returns:
         ``noise``, ``again`` and ``kept``: ``again(*kept)`` is ``noise``, to the bit.
@@ -128,13 +128,13 @@ def _is_kept_in_bits(tape: Tape, like: Tensor, itemsize: int) -> bool:
 
 
 def mask_as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
-    """What gives ``noise`` again, or a mask, of the bits that are returned beside."""
+    """Return a function that decodes ``noise`` (or a mask) in backward, and the bits that it decodes."""
     again = partial(_from_bits, unpack=tape.frame.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
     return again, tape.frame.coders.pack_bits(noise.as_strided((noise.numel(),), (1,)).bool())
 
 
 class _Private(threading.local):
-    """A generator of each thread's own: what is drawn from a kept state leaves the model's alone."""
+    """A CPU generator for each thread: drawing from a kept state leaves the model's own generator alone."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator("cpu")
@@ -144,8 +144,8 @@ _private = _Private()
 
 
 def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
-    """Whether ``drawn`` came from ``state``: not if another thread drew between the state's reading and the draw."""
-    # So many elements are drawn again that those of another draw are the same by chance once in e^32 times.
+    """Return whether ``drawn`` came from ``state``: not if another thread drew after the reading of the state."""
+    # So many elements are drawn again that another draw gives the same ones by chance once in e^32 times.
     count = min(drawn.numel(), math.ceil(16 / (p * (1 - p))))
     try:
         generator = _private.generator.set_state(state)
@@ -173,7 +173,7 @@ def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, p: floa
 
 # On CUDA, F.dropout is one fused kernel that returns its boolean mask too.
 
-#: Whose turn it is to read or lend a device's default generator.
+#: Held while a device's default generator is read or lent.
 TURN = threading.RLock()
 
 
@@ -200,12 +200,12 @@ def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
 
 
 def scale_of(p: float, dtype: torch.dtype = torch.float32) -> float:
-    """What the fused kernel multiplies with: it divides 1 by 1 - p in fp32, or in fp64 for numbers in fp64."""
+    """Return the fused kernel's factor, 1 divided by 1 - p, which it rounds to fp32 but for numbers in fp64."""
     return 1.0 / (1.0 - p if dtype is torch.float64 else float(np.float32(1.0 - p)))
 
 
 class _Redrawn:
-    """Draws a dropout of ``x`` again: backward asks for the output first; its mask waits, if that ``is_asked`` for."""
+    """Draw a dropout of ``x`` again: backward asks for the output first; its mask, if ``is_asked`` for, waits here."""
 
     def __init__(self, x: Tensor, p: float) -> None:
         self.like, self.p, self.is_asked = Blank(x), p, False
@@ -234,13 +234,13 @@ def _forget(again: weakref.ref[_Redrawn]) -> None:
 
 
 def can_redraw(x: Tensor) -> bool:
-    """Whether :func:`redrawn` draws on CUDA what was drawn for ``x``."""
-    # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
+    """Return whether :func:`redrawn` draws on CUDA what was drawn for ``x``."""
+    # How the kernel hands out random numbers depends on layout and alignment: a fresh tensor's must do.
     return is_dense(x) and is_aligned(x) and not is_capturing(x.device)
 
 
 def redrawn(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """A dropout of ``x`` and its mask, as they were drawn on CUDA from ``state``."""
+    """Return a dropout of ``x`` and its mask, as they were drawn on CUDA from the generator's ``state``."""
     # The fused kernel draws from the device's default generator only: lend it the old state for one call.
     generator = default_generator(x.device)
     with TURN, outside_transforms():
@@ -253,7 +253,7 @@ def redrawn(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 def mask_of(tape: Tape, like: Tensor, p: float) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What a dropout in stock draws for ``like``, and what draws it again: noise on CPU, a boolean mask on CUDA."""
+    """Draw what stock's dropout draws for ``like`` (noise on CPU, a boolean mask on CUDA); return it and its redraw."""
     if not fuses_dropout(like):
         noise, again, kept = drawn(tape, like, p, like.itemsize)
         return noise, partial(again, *kept)
@@ -263,7 +263,7 @@ def mask_of(tape: Tape, like: Tensor, p: float) -> tuple[Tensor, Callable[[], Te
 
 
 def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """A dropout of ``x`` by some rows of what :func:`mask_of` gave."""
+    """Return a dropout of ``x`` by some rows of what :func:`mask_of` drew."""
     if not fuses_dropout(x):
         return x * mask
     return torch.ops.aten.native_dropout_backward(x, mask, scale_of(p, x.dtype))

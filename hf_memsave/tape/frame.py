@@ -1,4 +1,4 @@
-"""A frame: what holds for the calls that a tape sees now, of a model's forward, a block's in it, or one operation's."""
+"""A frame: settings for the calls that a tape sees now, of a model's forward, a block's in it, or one operation's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Frame(NamedTuple):
         dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), what is
             cheaper at the floor ("auto") or below it ("small"), "stock".
         coders: What packs bits and codes.
-        recomputed: Where weights are whose products run again: attributes of a module, and a name in them.
-        head: The linear whose logits may be computed later; ``logits(head, x, weight, bias)`` gives those.
-        coder: Has the first say in what goes on the tape for a tensor that autograd asks to keep.
-        replaces_stock: What asks to keep tensors is not what stock would run (:mod:`~hf_memsave.tape.as_stock`).
+        recomputed: Weights whose products are recomputed: each a dict of a module's attributes, and a name in it.
+        head: The linear whose logits may be computed later; ``logits(head, x, weight, bias)`` returns them.
+        coder: Called first with each tensor that autograd asks to keep; what it returns, if anything, goes on the tape.
+        replaces_stock: The operation that runs is not stock's (:mod:`~hf_memsave.tape.as_stock`).
         is_in_attention: The call is SDPA; ``is_in_loss``: a loss of probabilities. Codecs take more bits there.
     """
 

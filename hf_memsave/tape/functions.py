@@ -41,13 +41,13 @@ take_along_dim index_fill masked_scatter diag_embed diagonal_scatter select_scat
 rms_norm arange zeros ones full zeros_like ones_like full_like
 __rsub__ __rdiv__ __rtruediv__ __rpow__ __rmul__ __radd__ __pow__ __floordiv__ __rfloordiv__ __mod__ __rmod__
 __lshift__ __rshift__ __rlshift__ __rrshift__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__""".split()
-#: Those of ``torch.nn.functional``, and of others by the same names.
+#: Functions of ``torch.nn.functional`` whose result is always new, and their namesakes elsewhere.
 NEW_FUNCTIONAL = """gelu silu elu selu celu softplus mish hardswish hardsigmoid logsigmoid softsign tanhshrink softmin
 hardshrink softshrink glu softmax log_softmax sigmoid tanh layer_norm rms_norm group_norm normalize""".split()
-#: Those that may return their argument, or a view of it.
+#: Functions that may return their argument, or a view of it.
 MAY_ALIAS = """to type type_as float half bfloat16 double bool byte char short int long cfloat contiguous
 reshape flatten reshape_as ravel pixel_shuffle pixel_unshuffle channel_shuffle""".split()
-#: Norms and activations, by which a configuration leaves them out.
+#: Norms and activations, which a configuration may leave to stock.
 NORMS = frozenset({F.layer_norm, F.rms_norm, torch.rms_norm, torch.layer_norm, F.group_norm, torch.group_norm})
 ACTIVATIONS = frozenset(
     {getattr(F, name) for name in "gelu silu elu selu celu softplus mish hardswish hardsigmoid glu".split()}
@@ -56,12 +56,12 @@ ACTIVATIONS = frozenset(
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, given by place or by name."""
+    """Return an argument of a call, given by place or by name."""
     return args[place] if place < len(args) else kwargs.get(name, default)
 
 
 def writes_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of ``torch.nn.functional`` is called with ``inplace``."""
+    """Return whether a function of ``torch.nn.functional`` is called with ``inplace``."""
     return bool(kwargs.get("inplace")) or any(a is True for a in args[1:])
 
 
@@ -72,12 +72,12 @@ def sees_writes(handler: Handler) -> Handler:
 
 
 def joined(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of a list, which its owner may change later: of a tuple, the record is made quickly."""
+    """Handle ``torch.cat`` and the like: record their list, which its owner may change later, as a tuple."""
     return new(tape, func, (tuple(args[0]), *args[1:]) if args and type(args[0]) is list else args, kwargs)
 
 
 def factory(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that makes a tensor of numbers: in backward there may be another default device."""
+    """Handle ``torch.zeros`` and the like: record the device too, as in backward another one may be the default."""
     out = func(*args, **kwargs)
     if type(out) in MADE and kwargs.get("out") is None:
         tape.record(out, func, args, {**kwargs, "device": out.device})
@@ -85,13 +85,13 @@ def factory(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def unrecorded(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that is left to stock, or writes to what ``out=`` or ``inplace=`` says."""
+    """Handle a function that is left to stock: record nothing but its writes, by ``out=`` or ``inplace=``."""
     tape.before_writes(args, kwargs)
     return func(*args, **kwargs)
 
 
 def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function whose result may share storage with its argument: then nothing was made."""
+    """Handle a function whose result may share storage with its argument: then record nothing."""
     out = func(*args, **kwargs) if kwargs else func(*args)
     if not args or out is args[0] or type(out) not in MADE or not isinstance(args[0], Tensor):
         return out
@@ -107,7 +107,7 @@ def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def indexed(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[index]``; where a mask is in it, a device is waited for to count, and not once more in backward."""
+    """Handle ``x[index]``: record nothing for a mask on a GPU, whose count is waited for: backward would wait too."""
     for i in args[1] if type(args[1]) is tuple else args[1:]:
         if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and waits(i):
             return func(*args, **kwargs)
@@ -115,7 +115,7 @@ def indexed(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of ``torch.nn.functional`` with ``inplace=``."""
+    """Handle a function of ``torch.nn.functional`` with ``inplace=``."""
     return (writes if writes_in_place(args, kwargs) else new)(tape, func, args, kwargs)
 
 
@@ -127,7 +127,7 @@ def _before_write(tape: Tape, target: Tensor) -> None:
 
 @sees_writes
 def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that writes to its first argument."""
+    """Handle a function that writes to its first argument."""
     target = argument(args, kwargs, 0, "input", kwargs.get("tensor"))
     if not isinstance(target, Tensor) or target.is_inference():
         return func(*args, **kwargs)
@@ -141,7 +141,7 @@ def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 @sees_writes
 def write_all(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that writes to all tensors of its first argument, a list."""
+    """Handle a function that writes to all tensors of its first argument, a list."""
     for target in args[0] if args else kwargs.get("self", ()):
         _before_write(tape, target)
     return func(*args, **kwargs)
@@ -149,7 +149,7 @@ def write_all(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 @sees_writes
 def writes_unseen(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An optimizer's step in one function: no version tells of any tensor in its lists."""
+    """Handle an optimizer's step in one function, which writes to tensors in lists, unseen by their versions."""
     for target in leaves(args, kwargs):
         tape.before_write(target)
         tape.mark_unversioned(target)
@@ -158,7 +158,7 @@ def writes_unseen(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
 
 @sees_writes
 def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.embedding`` and ``F.embedding_bag``, which write to long rows of the weight where ``max_norm`` is given."""
+    """Handle ``F.embedding`` and ``F.embedding_bag``, which with ``max_norm`` write to long rows of the weight."""
     weight = argument(args, kwargs, 1, "weight")
     if argument(args, kwargs, 3, "max_norm") is not None and isinstance(weight, Tensor):
         tape.before_write(weight)
@@ -167,7 +167,7 @@ def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 @sees_writes
 def unversioned_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.data``, a tensor on the same storage whose version starts again, or ``x.data = y``: no version tells."""
+    """Handle ``x.data``, an alias with its own version, and ``x.data = y``: the version of ``x`` tells of no write."""
     if is_lazy(args[0]):
         return func(*args, **kwargs)
     if len(args) == 1 and isinstance(args[0], nn.Parameter) and type(args[0]) is not nn.Parameter:
@@ -179,7 +179,7 @@ def unversioned_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...
 
 
 def named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
-    """The functions of these names that modules and classes have."""
+    """Yield the functions of these names that ``homes``, modules and classes, have."""
     for name in names:
         for home in homes:
             if callable(found := getattr(home, name, None)):
@@ -195,7 +195,7 @@ _WRITE_ALL = [name for name in dir(torch) if name.startswith("_foreach_") and na
 _WRITE_UNSEEN = [name for name in dir(torch) if name.startswith(("_fused_", "_amp_")) and name.endswith("_")]
 _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hardsigmoid".split()]
 
-#: Function -> handler; what a configuration leaves out is taken from it.
+#: Function -> handler, of cheap functions and of functions that write to their arguments.
 CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
     **dict.fromkeys((init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_), writes),

@@ -1,4 +1,4 @@
-"""Handles: what autograd holds in place of a tensor that it asked to keep; those that need nothing of a tape."""
+"""Handles, which autograd holds in place of tensors that it asked to keep; here, the ones that need no tape."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hf_memsave.errors import KeptTensorChangedError
 
 
 class Handle:
-    """Anything on the tape that can give a tensor back."""
+    """An object on the tape that can give a tensor back in backward."""
 
     __slots__ = ("__weakref__",)
 
     def get(self) -> Tensor:
-        """The tensor, of the size, strides and offset of the one that was kept."""
+        """Return the tensor, of the size, strides and offset of the one that autograd asked to keep."""
         raise NotImplementedError
 
 
@@ -27,7 +27,7 @@ class KeptTensor(Handle):
         self.tensor, self.at = tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def get(self) -> Tensor:
-        """The very tensor."""
+        """Return the very tensor."""
         if self.tensor._version != self.at:
             raise written(self.tensor, self.at)
         return self.tensor
@@ -42,12 +42,12 @@ class Blank(Handle):
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
     def get(self) -> Tensor:
-        """NaNs, which show if they are ever read. They lie in the tensor's layout, by which kernels choose theirs."""
+        """Return NaNs, which show if they are ever read, in the tensor's layout, by which kernels choose theirs."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).fill_(torch.nan)
 
 
 def written(tensor: Tensor, version: int) -> KeptTensorChangedError:
-    """What to raise of a tensor that was kept at ``version``."""
+    """Return the error to raise for a tensor that was kept at ``version`` and written to since."""
     return KeptTensorChangedError(
         f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
         f"{list(tensor.shape)} was kept at version {version} and is now at version {tensor._version}. "

@@ -1,4 +1,4 @@
-"""What kind of op made a tensor, in the words of tables and in people's: by the module that ran, and by the op."""
+"""The kind of op that made a tensor, for tables and in people's words: by the module that ran, and by the op."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VIEWS = frozenset(
 
 
 def kind_of_op(stack: Sequence[nn.Module], op: str) -> str:
-    """By the class of the innermost (last) module where that says it, else by the op, of ATen or of autograd."""
+    """Return the kind by the class of the innermost (last) module where that says it, else by the op's name."""
     name, op = type(stack[-1]).__name__.lower() if stack else "", op.lower().replace("_", "")
     own = next((kind for kind, words in _BY_CLASS.items() if any(w in name for w in words)), None)
     of_op = "attention" if "attention" in op else _KIND_OF_OP.get(op)
@@ -46,29 +46,29 @@ def kind_of_op(stack: Sequence[nn.Module], op: str) -> str:
     return own or of_op or ("attention" if "attention" in name or name.endswith("attn") else "other")
 
 
-#: What people call what is kept, by its kind: one of the above, or one that :class:`Makers` tells.
+#: Kind -> what people call it: the kinds above, and more that :class:`Makers` tells apart.
 WORDS = {
     "norm": "norms", "activation": "activations", "mask of a dropout": "dropout masks", "dropout": "dropouts",
     "adapter": "adapters' inputs", "mask": "attention masks", "attention": "attention", "loss": "loss",
     "residual": "residual sums", "linear": "linear layers", "embedding": "embeddings", "cast": "casts",
     "state": "states of generators", "other": "other",
 }  # fmt: skip
-#: Kinds that tell less than what a tensor is kept for.
+#: Kinds of a tensor's maker that tell less than the op that asked to keep the tensor.
 _VAGUE = ("linear", "cast", "other")
 
 
-#: What a checkpoint keeps to draw again.
+#: Kind of the states of generators, which a checkpoint keeps to draw again.
 STATE = WORDS["state"]
 
 
 class _Place(NamedTuple):
-    """Where a forward is: the modules that run, innermost first, and the functions within that."""
+    """A point in a forward: the modules that run, innermost first, and the functions within the innermost."""
 
     modules: list[nn.Module]
     functions: list[str]
 
     def kind(self, op: str) -> str:
-        """Of what ``op`` makes here."""
+        """Return the kind of a tensor that ``op`` makes here."""
         if any("loss" in name or "cross_entropy" in name for name in (op, *self.functions)):
             return "loss"
         for i, module in enumerate(self.modules):
@@ -80,7 +80,7 @@ class _Place(NamedTuple):
 
 
 class Makers:
-    """Tells what kind of op made a tensor of one forward, in people's words.
+    """Find the kind of op that made a tensor of one forward, in people's words.
 
     Nodes of autograd are numbered in order: the module that made a node is the one that ran as autograd was last asked
     to keep something before the next node was made.
@@ -90,15 +90,15 @@ class Makers:
         self._seen: list[tuple[int, _Place]] = []
 
     def see(self) -> None:
-        """Autograd keeps something now."""
+        """Note which modules run now, as autograd asks to keep a tensor."""
         self._seen.append((next_number(), _Place(*modules_that_run())))
 
     def here(self, name: str) -> str:
-        """The kind of the function ``name``, which is called now."""
+        """Return the kind of the function ``name``, which is called now."""
         return WORDS[_Place(*modules_that_run()).kind(name)]
 
     def of(self, tensor: Tensor) -> str:
-        """The kind of the op that made ``tensor``, which is kept now."""
+        """Return the kind of the op that made ``tensor``, which is kept now."""
         node = tensor.grad_fn
         if node is None:
             here = _Place(*modules_that_run())
@@ -118,5 +118,5 @@ class Makers:
 
 
 def _name(node: Any) -> str:
-    """Of an autograd node."""
+    """Return the name of an autograd node's op, in lower case."""
     return str(node.name()).removesuffix("Backward0").lower()

@@ -1,10 +1,10 @@
-"""What autograd asked to keep in one forward, and what became of it: by kind, once that is over.
+"""The ledger of one forward: what autograd asked to keep and what became of it, by kind of op.
 
 Three counts, each of storages once: what stock asks autograd to keep, what is kept here, and of that what lies in main
-memory. What stock asks for is seen as the forward runs, since functions that a tape remakes ask for the same tensors as
-in stock; where an operation asks for others, or none at all, what stock's own would ask for is counted instead
-(:mod:`~hf_memsave.tape.as_stock`). "Stock" is the model as it would be trained without us: under gradient checkpointing
-that the user has turned on, too. What only checkpointed blocks of ours would have kept is avoided.
+memory. What stock asks for is seen as the forward runs, since functions that a tape recomputes ask for the same tensors
+as in stock; where one asks for others or none, :mod:`~hf_memsave.tape.as_stock` counts what stock's would ask for.
+"Stock" is the model as trained without us, under the user's own gradient checkpointing too. What only checkpointed
+blocks of ours would have kept is avoided.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.tensors import is_plain
 
-#: What PyTorch's selective checkpointing keeps of blocks, among kinds of op.
+#: Kind of the tensors that PyTorch's selective checkpointing keeps.
 SELECTED = "selective checkpointing"
 
 
 @dataclass(eq=False)
 class _Entry:
-    """One storage, and what holds it or has asked to keep it: weakly, as graphs of branches that are left are gone."""
+    """One storage, and weak references to what keeps it or has asked to: graphs of branches that are left are gone."""
 
     forward: object  # in which it is counted
     nbytes: int
     made_by: str
-    is_given: bool = False  # the caller of the model holds it, whatever is kept
+    is_given: bool = False  # the caller of the model keeps it anyway
     contents: WeakSet[Content] = field(default_factory=WeakSet)  # that tapes may keep
     copies: WeakSet[Away] = field(default_factory=WeakSet)  # in main memory
     asked_by: WeakSet[Any] = field(default_factory=WeakSet)  # what autograd got when it asked to keep it
-    held_by: WeakSet[Any] = field(default_factory=WeakSet)  # what else holds it, such as a checkpoint
+    held_by: WeakSet[Any] = field(default_factory=WeakSet)  # what else keeps it, such as a checkpoint
 
     def note_holder(self, by: Any, is_asked: bool) -> None:
-        """Note that ``by`` holds it itself, in stock too if that ``is_asked``."""
+        """Note that ``by`` keeps the storage itself; in stock too, if ``is_asked``."""
         self.held_by.add(by)
         if is_asked:
             self.asked_by.add(by)
 
     def is_kept(self) -> bool:
-        """Whether it is kept on the device, and would not be if nothing asked for it."""
+        """Return whether the storage is kept on the device, and would not be if nothing asked for it."""
         return not self.is_given and (len(self.held_by) > 0 or any(c.is_kept for c in self.contents))
 
 
 class Ledger:
-    """Counts storages once each, by what became of them when the forward had ended.
+    """Count storages once each, by what became of them when the forward had ended.
 
     Attributes:
         avoided: Bytes that stock keeps and we do not, by kind of op; below zero for what is kept instead.
         kept: Bytes that are kept on the device, by what made them.
-        offloaded: Bytes that are kept in main memory, likewise.
-        nbytes_recomputed: What would be kept beyond that if no linear ran again.
+        offloaded: Bytes that are kept in main memory, by what made them.
+        nbytes_recomputed: Bytes that would be kept in addition if no linear was recomputed.
         is_counted: A forward was counted; the numbers are zero before.
-        is_checkpointed_in_stock: Blocks of it run again as a whole, as the caller has asked for.
-        is_loss_chunked: Logits were not computed at once.
-        is_trial: What it counted was no training step: that is still counted.
-        told: Which parameters the model trained, as a number each time that what it counted was said.
-        uncounted: Why a forward was not counted, or of one that was, what stock keeps; empty where all was.
+        is_checkpointed_in_stock: The caller has turned on gradient checkpointing, which recomputes whole blocks.
+        is_loss_chunked: Logits were computed in chunks.
+        is_trial: The forward was no training step: the first one of a training step is still counted.
+        told: For each training step that was counted, a number for the set of parameters that it trained.
+        uncounted: Why the forward, or what stock keeps of it, was not counted; empty where both were.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Ledger:
         return entry
 
     def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:
-        """``frame`` holds these and the state of a generator; in stock too, if that ``is_asked``."""
+        """Note that checkpoint ``frame`` keeps ``tensors`` and a generator's state; in stock too, if ``is_asked``."""
         state = _Entry(self._forward, torch.get_rng_state().nbytes, STATE)
         self._entries.append(state)
         for entry in [*self._of(tensors), state]:
@@ -106,7 +106,7 @@ class Ledger:
         self.is_checkpointed_in_stock |= is_asked
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """The caller of the model has these anyway; but not what other modules made of them, once one was counted."""
+        """Leave the caller's ``tensors`` out of the count; after a first count, not ones that other modules made."""
         for entry in self._of(x for x in tensors if x.grad_fn is None or not self.is_counted):
             entry.is_given = True
 
@@ -119,25 +119,25 @@ class Ledger:
         self._codes.append((weakref.ref(code), self.makers.here(name)))
 
     def note_stock(self, name: str, nbytes: int, by: Any) -> None:
-        """Note that stock keeps so much more for ``by``, which nothing makes here."""
+        """Note that stock keeps ``nbytes`` more for ``by``, which nothing makes here."""
         self._entries.append(_Entry(self._forward, nbytes, self.makers.here(name), asked_by=WeakSet([by])))
 
     def note_recomputed(self, nbytes: int) -> None:
-        """Note that a linear of a rung runs again, in whose place so much would be kept."""
+        """Note that a linear of a rung is recomputed, in place of which ``nbytes`` would be kept."""
         self._recomputed += nbytes
 
     def note_missing(self, what: str) -> None:
-        """What stock keeps of ``what`` cannot be known."""
+        """Note that what stock keeps of ``what`` cannot be known."""
         self._missing.append(f"stock's {what} could not run beside it, as where its modules have hooks")
 
     def note_stock_copy(self, storage: Any) -> None:
-        """Note that stock makes another tensor like this one, and keeps that too where it keeps this one."""
+        """Note that stock makes a copy of the tensor on ``storage``, and keeps that too where it keeps the tensor."""
         entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is not None and entry.forward is self._forward:
             self._entries.append(_Entry(self._forward, entry.nbytes, entry.made_by, asked_by=entry.asked_by))
 
     def forget(self) -> None:
-        """Count another forward: this one failed, or was counted."""
+        """Begin to count another forward: this one failed, or was counted."""
         self._recomputed = 0
         self._forward, self._entries = object(), list[_Entry]()
         self._codes: list[tuple[weakref.ref[Content], str]] = []
@@ -146,7 +146,7 @@ class Ledger:
         self._frames: list[weakref.ref[Any]] = []
 
     def close(self, out: Any) -> None:
-        """The forward has given ``out``: count."""
+        """Count what is kept, now that the forward has returned ``out``."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
         self.nbytes_recomputed = self._recomputed
@@ -173,43 +173,43 @@ class Ledger:
 
     @property
     def nbytes_avoided(self) -> int:
-        """What stock would have kept beyond what is kept now."""
+        """Bytes that stock would keep beyond what is kept here; 0 if fewer."""
         return max(0, sum(self.avoided.values()))
 
     @property
     def nbytes_kept(self) -> int:
-        """What is kept on the device, for the model's operations or for remaking."""
+        """Bytes kept on the device, for the model's operations or to recompute tensors."""
         return sum(self.kept.values())
 
     @property
     def nbytes_offloaded(self) -> int:
-        """What is kept in main memory."""
+        """Bytes kept in main memory."""
         return sum(self.offloaded.values())
 
     @property
     def nbytes_stock(self) -> int:
-        """What stock keeps."""
+        """Bytes that stock keeps."""
         return self.nbytes_kept + self.nbytes_offloaded + sum(self.avoided.values())
 
     @property
     def freed_fraction(self) -> float:
-        """The part of what stock keeps on the device that is not kept there; below zero where more is; or else NaN."""
+        """The part of stock's bytes that is not kept on the device; below 0 where more is kept, NaN where uncounted."""
         return 1 - self.nbytes_kept / self.nbytes_stock if self.nbytes_stock and not self.uncounted else math.nan
 
     def by_kind(self, what: str) -> dict[str, int]:
-        """Bytes of "avoided", "kept" or "offloaded" by kind of op (:mod:`~hf_memsave.tape.kinds`), the most first."""
+        """Return the bytes "avoided", "kept" or "offloaded", above 0, by the words for kinds of op, most first."""
         return dict((+getattr(self, what)).most_common())
 
 
 def _is_away(code: Content) -> bool:
-    """Whether what stands for a tensor lies in main memory: our own hook has packed it."""
+    """Return whether a code lies in main memory: our own hook has packed it."""
     parts = [code] if code.is_handed_on else code.inputs
     packed = [part.inputs[0] for part in parts if type(part) is Content and part.is_handed_on]
     return any(type(one) is tuple and len(one) > 0 and isinstance(one[0], Away) for one in packed)
 
 
 def _nodes_of(out: Any) -> Iterator[Any]:
-    """The nodes that a forward's output hangs on, each once."""
+    """Yield the autograd nodes that a forward's output depends on, each once."""
     todo: list[Any] = [x.grad_fn for x in _leaves(out) if isinstance(x, Tensor)]
     seen: set[Any] = set()
     while todo:
@@ -221,7 +221,7 @@ def _nodes_of(out: Any) -> Iterator[Any]:
 
 
 def _held_by(node: Any) -> list[Tensor]:
-    """The leaf that wants a gradient, or what a Function's context holds beside what it saved."""
+    """Return a node's leaf that wants a gradient, or the tensors in a Function's context beside what it saved."""
     held = _leaves(list(getattr(node, "__dict__", {}).values()))
     held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
     held += [node.variable] if node.name().endswith("AccumulateGrad") else []
@@ -229,7 +229,7 @@ def _held_by(node: Any) -> list[Tensor]:
 
 
 def _selected(frame: Any) -> list[Tensor]:
-    """What PyTorch's selective checkpointing keeps of a call by itself: no saved-tensor hook sees that."""
+    """Return the tensors that PyTorch's selective checkpointing keeps of a call, unseen by saved-tensor hooks."""
     run = frame.recompute_fn
     context = dict(zip(run.__code__.co_freevars, run.__closure__ or (), strict=True)).get("recompute_context")
     kept = _leaves(list(getattr(context and context.cell_contents, "storage", {}).values()))  # each with its version
@@ -237,7 +237,7 @@ def _selected(frame: Any) -> list[Tensor]:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """What lists, tuples and dicts hold, one in the other; nothing where one of them holds itself."""
+    """Return the leaves of nested lists, tuples and dicts; none where one of them contains itself."""
     with contextlib.suppress(RecursionError):
         return tree_leaves(tree)
     return []

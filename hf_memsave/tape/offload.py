@@ -1,13 +1,13 @@
-"""Offload: what a tape still has to keep goes to main memory, and comes back in backward, before it is asked for.
+"""Offload: what a tape has to keep goes to main memory, and comes back in backward, before it is asked for.
 
 A storage is copied once, however many views of it are kept: on CUDA into pinned memory, while the model computes.
 
-1. It leaves as it is packed, and its memory is let go of once the copy is known to be done. Beyond :data:`IN_FLIGHT`
-   bytes the host waits for the oldest copy: a slow bus slows the model, and does not fill the device.
+1. It leaves as it is packed, and its memory is freed once the copy is known to be done. Beyond :data:`IN_FLIGHT` bytes
+   the host waits for the oldest copy: a slow bus slows the model, and does not fill the device.
 2. Backward uses what is still there. It fetches the rest ahead of time, the last packed first, as many bytes at most.
-3. Memory that a copy reads or writes is let go of when the host has seen it done, or when the memory's own stream waits
-   for it: nothing waits for the allocator (``record_stream``), but where another stream reads what came back.
-4. A storage that was written to before its copy was known to be done is an error, as in stock, and no wrong number.
+3. Memory that a copy reads or writes is freed when the host has seen it done, or when the memory's own stream waits for
+   it: nothing waits for the allocator (``record_stream``), but where another stream reads what came back.
+4. A write to a storage before its copy was known to be done raises an error in backward, as in stock.
 
 Exact: a copy there and back. Source: ``torch.autograd.graph.save_on_cpu``; Rajbhandari et al. (2021), arXiv:2104.07857.
 """
@@ -41,15 +41,15 @@ SMALLEST_NBYTES = 2**16
 IN_FLIGHT = 2**29
 #: How many storages, packed before the one that backward asks for, may be fetched ahead.
 AHEAD = 64
-#: The part that may be taken of the main memory that was free at first: later PyTorch holds what it has pinned.
+#: The part that may be taken of the main memory that was free at first: later, PyTorch keeps what it has pinned.
 SHARE = 0.8
 _free_at_first = cache(free_main_memory)
-#: On a storage: its copy in main memory, and of what version.
+#: Attribute of a storage: its copy in main memory, weakly, and the version that was copied.
 _COPY = "_memsave_copy"
 
 
 class Offload(saved_tensors_hooks):
-    """``with Offload(): loss = model(x)``: saved tensors lie in main memory, but for parameters and buffers."""
+    """``with Offload(): loss = model(x)`` keeps saved tensors, but for parameters and buffers, in main memory."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
@@ -96,14 +96,14 @@ def _unpack(packed: Any) -> Tensor:
         return wrapped.detach()
     copy, dtype, shape, stride, offset, is_conj, is_neg = packed
     there = copy.back()
-    whole = there[: len(there) // dtype.itemsize * dtype.itemsize].view(dtype)  # a view, so that it holds the bytes
+    whole = there[: len(there) // dtype.itemsize * dtype.itemsize].view(dtype)  # a view, so that it keeps the bytes
     found = whole.as_strided(shape, stride, offset)
     found = neg_view(found) if is_neg else found
     return found.conj() if is_conj else found
 
 
 def before_write(tensor: Tensor) -> None:
-    """Called before ``tensor``, plain and strided, is written to: a copy on another stream may still read it."""
+    """Have a coming write to ``tensor``, plain and strided, wait for the copy that another stream may still make."""
     away, _ = getattr(tensor.untyped_storage(), _COPY, (lambda: None, None))
     if (copy := away()) is not None:
         copy.before_write()
@@ -116,7 +116,7 @@ def _is_there_anyway(tensor: Tensor) -> bool:
 
 
 class _InOrder:
-    """The stream and the events of a device that does at once what it is asked to, such as a CPU."""
+    """The stream and the events of a device that runs each call at once, such as a CPU."""
 
     def _done(self, *_: Any) -> _InOrder:
         return self
@@ -125,7 +125,7 @@ class _InOrder:
 
 
 class Queue:
-    """What leaves one device and comes back, for all forwards and threads."""
+    """The storages that leave one device and come back, of all forwards and threads."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.in_order, self.lock = device, _InOrder(), threading.Lock()
@@ -141,7 +141,7 @@ class Queue:
         return current_stream(self.device) or self.in_order
 
     def copy(self, source: Tensor, target: Tensor, stream: Any) -> Any:
-        """Copy on ``stream``, and return the event when it is done; a host that waits for it sleeps."""
+        """Copy ``source`` to ``target`` on ``stream``; return the event of its end: a host that waits for it sleeps."""
         if stream is self.in_order:
             target.copy_(source)
             return stream
@@ -150,7 +150,7 @@ class Queue:
         return stream.record_event(torch.cuda.Event(blocking=True))
 
     def add(self, away: Away) -> None:
-        """Take ``away``, which was sent, and let go of what has arrived."""
+        """Queue ``away``, which was sent, and free the device memory of storages that have arrived."""
         self.bound = max(self.bound, IN_FLIGHT, 2 * away.nbytes)
         self.leaving += away.nbytes
         self.packed[away] = None
@@ -163,7 +163,7 @@ class Queue:
                 oldest.drop()
 
     def fetch_before(self, asked: Away) -> None:
-        """Fetch what was packed before ``asked``, as far as there is room; if nothing is on its way, one."""
+        """Fetch storages packed before ``asked``, as far as there is room; at least one, if none is on its way."""
         room = self.bound - sum(away.nbytes for away in self.coming)
         order = itertools.dropwhile(lambda ref: ref() is not asked, reversed(self.packed.keyrefs()))
         for away in (ref() for ref in itertools.islice(order, 1, 1 + AHEAD)):
@@ -181,13 +181,9 @@ queue_of = cache(Queue)
 
 
 class Away:
-    """The bytes of one storage: on the device (``there``), in main memory (``host``), or both.
+    """The bytes of one storage: on the device (``there``), in main memory (``host``), or both."""
 
-    Attributes:
-        total: Bytes that all that are alive take of main memory.
-    """
-
-    total = 0
+    total = 0  # bytes of main memory that all live instances take
     there: Any = None  # until the copy is known to be done, or the stream of its memory waits for it
     coming: Any = None  # what was fetched, until it is asked for
     lost: Exception | None = None  # it was written to before the copy was known to be done
@@ -207,29 +203,29 @@ class Away:
             self.queue.add(self)
 
     def before_write(self) -> None:
-        """Have what the caller's stream does to the storage from now on wait for the copy."""
+        """Have the caller's stream, and the memory's own, wait for the copy before they write to the storage."""
         with self.queue.lock:
             for stream in (self.queue.now(), self.returned[3]):
                 stream.wait_event(self.left)
             self.drop()
 
     def drop(self) -> None:
-        """Let go of its memory on the device, which others may write to from now on."""
+        """Forget the memory on the device, which others may write to from now on."""
         self.check()
         if self.there is not None:
             self.there, self.watched, self.returned = None, (), (lambda: None, *self.returned[1:])
 
     def check(self) -> Exception | None:
-        """Return what to raise if it was written to before :meth:`drop`."""
+        """Return the error to raise if the storage was written to before :meth:`drop`; else None."""
         writes = (written(tensor, version) for tensor, version in self.watched if tensor._version != version)
         self.lost = self.lost or next(writes, None)
         return self.lost
 
     def back(self) -> Any:
-        """Return the bytes where they were, for the caller's stream; what was packed before them follows."""
+        """Return the bytes on the device, for the caller's stream, and fetch storages that were packed before."""
         with self.queue.lock:
             if (lost := self.check()) is not None:
-                raise copy.copy(lost)  # which will hold the graph by its traceback
+                raise copy.copy(lost)  # whose traceback will keep the graph alive
             there = self.returned[0]()
             if there is None or there._version != self.returned[1]:  # who was given it may have written to it
                 there = self.fetch()
@@ -244,7 +240,7 @@ class Away:
             return there
 
     def fetch(self) -> Tensor:
-        """Have it come back, into memory that the caller's stream may have used until now."""
+        """Copy the bytes back to the device, into memory that the caller's stream may have used until now."""
         queue, home = self.queue, self.queue.now()
         there = torch.empty(self.nbytes, dtype=torch.uint8, device=queue.device)
         queue.into.wait_event(self.left)
@@ -255,20 +251,20 @@ class Away:
         return there
 
     def __del__(self) -> None:
-        """Have the stream of its memory wait for what is under way: in any thread at any time, so without the lock."""
+        """Have the memory's stream wait for the copy under way: runs in any thread at any time, so without the lock."""
         if (self.there is not None or self.coming is not None) and not sys.is_finalizing():
             self.returned[3].wait_event(self.returned[2] if self.there is None else self.left)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
-    if tensor.device.type == STAND_IN:  # where PyTorch's cache of fake calls would hold the storage given to set_
+    if tensor.device.type == STAND_IN:  # where PyTorch's cache of fake calls would keep the storage given to set_
         return tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _taken(nbytes: int, is_pinned: bool) -> int:
-    """What so many bytes take: PyTorch's allocator of pinned memory rounds each block up to a power of two."""
+    """Return what ``nbytes`` take: PyTorch's allocator of pinned memory rounds each block up to a power of two."""
     return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
 
@@ -277,7 +273,7 @@ def _give_back(nbytes: int) -> None:
 
 
 def main_memory(nbytes: int, device: torch.device) -> Tensor:
-    """Room for ``nbytes`` of ``device``: on CUDA pinned, so that copies need no processor."""
+    """Allocate main memory for ``nbytes`` of ``device``: for CUDA pinned, so that copies need no processor."""
     is_pinned = has_streams(device)
     taken, room = _taken(nbytes, is_pinned), SHARE * _free_at_first()
     if Away.total + taken > room and device.type != STAND_IN:  # on which nothing has bytes

@@ -25,15 +25,15 @@ CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.
 
 
 class Sharded(Content):
-    """On the storage of a parameter that a sharding engine fills, empties and moves by itself.
+    """The content of a parameter whose storage a sharding engine fills, empties and moves.
 
     Attributes:
-        is_per_module: It is there only while its own module runs, forward or backward; others while its block does.
-        gather: Has the engine bring it back in backward, where the engine can.
+        is_per_module: It is there only while its own module runs, forward or backward, and not as long as its block.
+        gather: Function that has the engine bring it back in backward; None where the engine cannot.
     """
 
     is_sharded = True
-    #: A parameter was brief in this process: from now on tapes copy small ones as they see them.
+    #: Any parameter of this process was per module: from then on tapes copy small ones as they see them.
     any_is_per_module = False
 
     def __init__(self, is_per_module: bool, gather: Callable[[], None] | None = None) -> None:
@@ -43,7 +43,7 @@ class Sharded(Content):
 
 
 def copy_of(storages: Storages, parameter: Tensor) -> Content:
-    """Return what goes on the tape instead of a small parameter, or a buffer."""
+    """Return the copy that goes on the tape instead of a small parameter or a buffer, one for all uses."""
     content = storages.copies.get(place := _place(storages, parameter))
     if content is None:
         return _keep_copy(storages, place, parameter.detach().clone())
@@ -60,7 +60,7 @@ def copy_per_module(storages: Storages, func: Any, seen: Iterable[tuple[Tensor, 
 
 
 def copy_all(storages: Storages, parameters: list[Tensor]) -> None:
-    """Make what :func:`copy_of` each would make, in one launch, unless a hook outside asks for one at a time."""
+    """Make the copies that :func:`copy_of` would, in one launch; none where a hook outside asks for one at a time."""
     new = [p for p in parameters if not has_copy(storages, p)] if storages.outer is None else []
     with no_modes(), torch.no_grad():
         copies = [torch.empty_like(p) for p in new]
@@ -82,7 +82,7 @@ def has_copy(storages: Storages, parameter: Tensor) -> bool:
 
 
 def _place(storages: Storages, parameter: Tensor) -> tuple[Any, ...]:
-    """Return what tells a parameter, or a view of one, from others; ZeRO-3 gives it another storage each time."""
+    """Return a key for a parameter, or a view of one; not by its storage where ZeRO-3 gives it another each time."""
     is_whole = Sharded.any_is_per_module and parameter.is_leaf and storages.content_of(parameter).is_per_module
     return (id(parameter), parameter._version) if is_whole else place_of(parameter)
 
@@ -97,8 +97,8 @@ def gathers_of(storages: Storages, args: Iterable[Any]) -> Any:
 
 
 def is_available(storages: Storages, x: Tensor, content: Content, func: Any) -> bool:
-    """Whether what ``func`` makes will have a parameter or buffer ``x`` in backward."""
-    # Of a brief one the copy alone tells: a block that runs again may find it at other times than its forward did.
+    """Return whether a call of ``func`` will have its parameter or buffer ``x`` in backward."""
+    # For one per module, only its copy tells: a recomputed block may find it at other times than its forward did.
     if not content.is_per_module and (x.untyped_storage().nbytes() or not x.numel()):
         return True
     if is_copied(x, content, func):
@@ -107,19 +107,19 @@ def is_available(storages: Storages, x: Tensor, content: Content, func: Any) -> 
 
 
 def is_copied(x: Tensor, content: Content, func: Any) -> bool:
-    """Whether what ``func`` makes holds a copy of a parameter or buffer ``x``, and not the thing itself."""
+    """Return whether, to recompute ``func``, a copy of its parameter or buffer ``x`` is kept, and not ``x`` itself."""
     if x.dim() <= 1 or (content.is_per_module and isinstance(func, RecomputedProduct) and not func.gathers):
         return True
     return may_change(x, content, func)
 
 
 def may_change(x: Tensor, content: Content, func: Any) -> bool:
-    """Whether a parameter or buffer may be another in backward though no version tells: by ``.data``, FSDP2 or EMA."""
+    """Return whether ``x`` may have other values in backward though no version tells: by ``.data``, FSDP2 or EMA."""
     if content is BUFFER:
         return x.is_floating_point() and not is_local(func)  # whole numbers are not updated: weights in 4 bits, say
     return content.owner is None and func not in CASTS and not is_local(func)
 
 
 def is_local(func: Any) -> bool:
-    """Whether ``func`` reads a parameter that its own module's backward needs: a product, or dequantizing."""
+    """Return whether ``func`` reads a parameter that its own module's backward needs: a product, or dequantizing."""
     return func is F.linear or isinstance(func, (OpOverload, RecomputedProduct))

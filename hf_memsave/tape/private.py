@@ -37,13 +37,13 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _is_in_batch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-#: A context in which no function mode is asked.
+#: A context in which no function mode is called.
 no_modes = torch._C.DisableTorchFunction
 #: Copies each tensor of a list into the one at its place in another, on CUDA in one launch.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
-#: A view that is the negative of what its storage holds.
+#: A view that is the negative of what its storage has.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
-#: A tensor of this shape on the storage of another, of which autograd does not know that it is a view.
+#: A tensor of this shape on the storage of another, which autograd does not know to be a view.
 not_a_view: Callable[[torch.Tensor, torch.Size], torch.Tensor] = torch.ops.aten._unsafe_view.default
 #: Ops that autograd calls: a conversion, a view of another shape; softmaxes, and the place of their dimension.
 to_copy, unsafe_view = torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default
@@ -51,7 +51,7 @@ softmaxes: dict[Any, int] = {
     torch.ops.aten._softmax.default: 1, torch.ops.aten._log_softmax.default: 1,
     torch.ops.aten._softmax_backward_data.default: 2, torch.ops.aten._log_softmax_backward_data.default: 2,
 }  # fmt: skip
-#: Ops that tell how many others are larger, or equal, or before.
+#: Ops that sort, rank or count, or accumulate along a dimension.
 COUNTING = frozenset(getattr(torch.ops.aten, name) for name in (
     "bincount cumsum cumprod cummax cummin histc kthvalue median mode searchsorted sort topk unique_consecutive "
     "unique_dim _unique2"
@@ -60,7 +60,7 @@ COUNTING = frozenset(getattr(torch.ops.aten, name) for name in (
 set_data: Callable[..., None] = operator.attrgetter("data.__set__")(torch.Tensor)
 #: The class of the nodes that a ``torch.autograd.Function`` puts into the graph; they are its contexts.
 node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
-#: The function mode innermost on this thread; taking it off, and making one the innermost; likewise of tensor hooks.
+#: The function mode innermost on this thread; to pop and to push one; to pop and to push saved-tensor hooks.
 innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
 pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack
@@ -77,12 +77,13 @@ _hooks_of_all: tuple[Any, ...] = (
     torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_backward_pre_hooks, torch.nn.modules.module._global_backward_hooks,
 )  # fmt: skip
-#: Contexts in which no tensor subclass is asked, or each; and whether they are (not where they have called backward).
+#: Contexts in which ``__torch_function__`` of tensor subclasses is off, or on; whether it is on (not in a backward that
+#: one of them has called).
 no_subclasses, all_subclasses = torch._C.DisableTorchFunctionSubclass, torch._C._EnableTorchFunction
 asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
 c_functions = torch._C._nn
-#: What every refusal of saved-tensor hooks comes from.
+#: The function that every refusal of saved-tensor hooks comes from.
 _refuses: Any = inspect.unwrap(disable_saved_tensors_hooks)
 #: The class of ``torch.ops.library.name.overload``.
 OpOverload = torch._ops.OpOverload
@@ -94,19 +95,19 @@ AUTOCAST = ("cpu", "cuda", "privateuseone")
 
 @functools.cache
 def written_by(op: Any) -> frozenset[tuple[int, str]]:
-    """Place and name of each argument that an op of ``torch.ops`` writes to, as its schemas say."""
+    """Return the place and name of each argument that an op of ``torch.ops`` writes to, as its schemas say."""
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     arguments = [pair for overload in overloads for pair in enumerate(overload._schema.arguments)]
     return frozenset((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies beneath a tensor of ``torch.func`` transforms, or the tensor itself."""
+    """Return the tensor beneath one of ``torch.func`` transforms, or the tensor itself."""
     return torch._C._functorch.get_unwrapped(tensor) if in_transform() and _is_wrapped(tensor) else tensor
 
 
 def stands_for_many(tensor: torch.Tensor) -> bool:
-    """Whether functions of it run on several: those of ``torch.func``'s transforms, and of ``is_grads_batched``."""
+    """Return whether ``tensor`` may stand for several: in ``torch.func``'s transforms, or by ``is_grads_batched``."""
     return _is_wrapped(tensor) or _is_in_batch(tensor)
 
 
@@ -115,49 +116,49 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", STAND_IN: "Autoc
 
 
 def is_registered(op: str, key: str) -> bool:
-    """Whether the dispatcher has a kernel of its own for ``op`` (``aten::pow.Scalar``) at ``key``."""
+    """Return whether the dispatcher has an own kernel for ``op`` (``aten::pow.Scalar``) at dispatch key ``key``."""
     is_known = torch._C._dispatch_has_kernel(op)  # some overloads are Python's alone
     return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 @functools.cache
 def has_autocast(name: str, device: str) -> bool:
-    """Whether autocast converts what ``aten::name`` is called with, on devices of this type."""
+    """Return whether autocast converts the arguments of ``aten::name``, on devices of this type."""
     key = _AUTOCAST_KEYS.get(device, "AutocastPrivateUse1")
     packet = getattr(torch.ops.aten, name)
     return any(is_registered(getattr(packet, overload).name(), key) for overload in packet.overloads())
 
 
 def is_one_kernel(*args: Any, **kwargs: Any) -> bool:
-    """Whether ``F.scaled_dot_product_attention`` of these is one kernel, which keeps q, k and v, and not many."""
+    """Return whether SDPA of these arguments runs as one kernel, which keeps q, k and v, and not as many functions."""
     is_known = args[0].device.type in ("cpu", "cuda", STAND_IN)
     return not is_known or torch._fused_sdp_choice(*args, **kwargs) != SDPBackend.MATH.value
 
 
 def is_cudnn(*args: Any, **kwargs: Any) -> bool:
-    """Whether ``F.scaled_dot_product_attention`` of these is cuDNN's kernel."""
+    """Return whether ``F.scaled_dot_product_attention`` of these arguments runs cuDNN's kernel."""
     return bool(torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """SDPA's own softmax, over the last dimension: rows that may see nothing give zeros."""
+    """Return SDPA's own softmax, over the last dimension: rows that may see nothing give zeros."""
     return torch._safe_softmax(scores, -1)
 
 
 def no_dispatch() -> contextlib.AbstractContextManager[Any]:
-    """A context in which no dispatch mode sees what is called; but where tensors are fake, as a mode makes them so."""
+    """Enter a context in which no dispatch mode sees calls, unless tensors are fake: a mode makes them so."""
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return contextlib.nullcontext() if is_fake else torch._C._DisableTorchDispatch()
 
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The (pack, unpack) pair of saved-tensor hooks innermost on this thread."""
+    """Return the (pack, unpack) pair of saved-tensor hooks innermost on this thread; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 @contextlib.contextmanager
 def without(is_mode: bool, is_hooks: bool) -> Iterator[None]:
-    """Without the innermost function mode, and without the innermost saved-tensor hooks, as told."""
+    """Run without the innermost function mode if ``is_mode``, and the innermost saved-tensor hooks if ``is_hooks``."""
     mode, hooks = pop_mode() if is_mode else None, innermost_hooks() if is_hooks else None
     if hooks is not None:
         pop_hooks()
@@ -171,18 +172,18 @@ def without(is_mode: bool, is_hooks: bool) -> Iterator[None]:
 
 
 def is_only_mode(mode: TorchFunctionMode) -> bool:
-    """Whether calls ask ``mode`` first, and then none but a default device."""
+    """Return whether calls ask ``mode`` first, and after it no mode but a default device."""
     if innermost_mode() is not mode:
         return False
     return all(type(get_mode(i)) is DeviceContext for i in range(count_modes() - 1))
 
 
 def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
-    """Of ``hooks``, or the innermost ones: what ``torch.utils.checkpoint`` knows of the call that runs in it.
+    """Return what ``torch.utils.checkpoint``, if ``hooks`` (or the innermost ones) are its own, knows of its call.
 
     Returns:
-        An object that is the same in every run of the call, and one that is another in each and lives until that ends;
-        None and None outside of a non-reentrant checkpoint.
+        An object that is the same in every run of the call, and one for this run, which lives until it ends; None and
+        None outside of a non-reentrant checkpoint.
     """
     hooks = innermost_hooks() if hooks is None else hooks
     pack = None if hooks is None else inspect.unwrap(hooks[0])
@@ -196,13 +197,13 @@ def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
 
 
 def function_in_backward() -> Any:
-    """The context of the ``torch.autograd.Function`` whose backward the engine runs; None if it runs no such one."""
+    """Return the context of the ``torch.autograd.Function`` whose backward the engine runs; None if it runs none."""
     node = torch._C._current_autograd_node()
     return node if isinstance(node, FunctionCtx) else None
 
 
 def functions_in_forward() -> Iterator[Any]:
-    """The contexts of Functions whose forwards the caller runs in, innermost first, as a reentrant checkpoint's."""
+    """Yield the contexts of Functions in whose forwards the caller runs (a reentrant checkpoint's), innermost first."""
     for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
         context = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
@@ -211,14 +212,14 @@ def functions_in_forward() -> Iterator[Any]:
 
 
 def checkpointed_call() -> Any:
-    """An object of the checkpointed call that runs, for the first time or again in backward; None outside of any."""
+    """Return an object of the checkpointed call that runs, in forward or again in backward; None outside of any."""
     if (frame := checkpoint_frame()[0]) is not None or torch.is_grad_enabled() and backward_id() < 0:
         return frame
     return function_in_backward() if torch.is_grad_enabled() else next(functions_in_forward(), None)
 
 
 def modules_that_run() -> tuple[list[torch.nn.Module], list[str]]:
-    """The three innermost modules whose calls this thread runs, and the names of functions within the innermost."""
+    """Return the three innermost modules that this thread runs, and the names of functions within the innermost."""
     modules: list[torch.nn.Module] = []
     names: list[str] = []
     for frame, _ in walk_stack(sys._getframe(1)):
@@ -232,23 +233,23 @@ def modules_that_run() -> tuple[list[torch.nn.Module], list[str]]:
 
 
 def is_running(function: Callable[..., Any]) -> bool:
-    """Whether this thread is within a call of a function of Python's."""
+    """Return whether this thread is within a call of ``function``, one written in Python."""
     return any(frame.f_code is function.__code__ for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def are_all_watched() -> bool:
-    """Whether hooks that are not ours run around every module, beside its own."""
+    """Return whether hooks that are not ours run around every module, beside its own."""
     hooks = [hook for hooks in _hooks_of_all if hooks for hook in hooks.values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("hf_memsave.") for hook in hooks)
 
 
 def sequence_number(node: Any) -> int:
-    """Of an autograd node: those of one thread are numbered in order."""
+    """Return the number of an autograd node: nodes of one thread are numbered in order."""
     return int(getattr(node, "_sequence_nr", int)())
 
 
 def hooks_work() -> bool:
-    """Whether saved-tensor hooks do anything useful here: not under ``torch.compile``, which recomputes by itself."""
+    """Return whether saved-tensor hooks are of use here: not under ``torch.compile``, which recomputes anyway."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -260,14 +261,14 @@ def hooks_work() -> bool:
 
 
 def refuses_hooks(error: BaseException) -> bool:
-    """Whether ``disable_saved_tensors_hooks``, which every refusal comes from, raised ``error``."""
+    """Return whether ``disable_saved_tensors_hooks``, which every refusal comes from, raised ``error``."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code is _refuses.__code__
 
 
 @contextlib.contextmanager
 def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Leaves whose own hooks do not run: for a gradient that is a part of theirs."""
+    """Run without the tensor hooks of ``leaves``, for gradients that are only a part of theirs."""
     hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf.is_leaf and leaf._backward_hooks]
     for leaf, _ in hooked:
         leaf._backward_hooks = None
@@ -280,7 +281,7 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Without the ``torch.func`` transforms that run, and the vmap of ``is_grads_batched``, where nothing is drawn."""
+    """Run without ``torch.func``'s transforms and the vmap of ``is_grads_batched``, in which nothing can be drawn."""
     levels = torch._C._vmapmode_increment_nesting()
     for _ in range(levels):
         torch._C._vmapmode_decrement_nesting()
@@ -293,12 +294,12 @@ def outside_transforms() -> Iterator[None]:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called when the backward that runs now ends."""
+    """Call ``callback`` when the backward that runs now ends."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def compile_nothing_of(*functions: Callable[..., Any]) -> None:
-    """Have Dynamo begin no graph at these, nor at what they call; torch versions that cannot are left as they are."""
+    """Have Dynamo begin no graph at ``functions``, nor at what they call, if this version of PyTorch can."""
     frames = torch._C._dynamo.eval_frame
     try:
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
@@ -309,23 +310,23 @@ def compile_nothing_of(*functions: Callable[..., Any]) -> None:
 
 
 def is_concrete(x: torch.Tensor) -> bool:
-    """Whether a program may ask for the numbers in ``x``: not in a fake tensor's, nor where ``make_fx`` traces."""
+    """Return whether a program may read the values of ``x``: not of a fake tensor, nor where ``make_fx`` traces."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return not isinstance(x, FakeTensor) and (tracing is None or tracing.get_proxy_mode() is None)
 
 
 class Note:
-    """On a node of autograd, which may not be referred to weakly: alive for as long as the node is."""
+    """An object that lives as long as the autograd node it is on, for weak references, which nodes refuse."""
 
     @classmethod
     def of(cls, node: Any) -> Note:
-        """The one note on a node."""
+        """Return the one note on ``node``, made at the first call."""
         note: Note = node.metadata.setdefault("hf_memsave", cls())
         return note
 
 
 def autocast_cache() -> weakref.ref[Note]:
-    """A weak reference to a note on a conversion that autocast alone holds: it dies when autocast lets go of all."""
+    """Return a weak reference to a note on a cast that autocast's cache alone keeps: it dies as that is emptied."""
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", True)
     try:
@@ -340,7 +341,7 @@ def autocast_cache() -> weakref.ref[Note]:
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
-    """Without autocast on any device; what it shares stays, as it would not where an ``autocast`` ends."""
+    """Run without autocast on any device; its cache stays, unlike where a ``torch.autocast`` ends."""
     on = [device for device in AUTOCAST if torch.is_autocast_enabled(device)]
     for device in on:
         torch.set_autocast_enabled(device, False)

@@ -2,7 +2,7 @@
 
 So stock keeps a copy of its input for every consumer, and one of every weight. Here the conversions are made before the
 call, through autograd nodes as in stock, and nothing is kept but what they were made from. A product whose inner
-dimension is as small as an adapter's rank costs about a memory pass, so it may run again (DoRA), as do, below the
+dimension is as small as an adapter's rank costs about a memory pass, so it may be recomputed (DoRA), as are, below the
 floor, linears that the configuration names. Heads of attention are then laid out before a product, not inside it.
 """
 
@@ -28,11 +28,11 @@ from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of
 
-#: Inner dimensions of a product that may run again, and how many times wider its result has to be.
+#: Largest inner dimension of a product that may be recomputed, and how many times wider its result has to be.
 _THIN, _WIDER = 64, 8
-#: Functions that remaking one tensor may run, where products may be among them: those of a block, and some twice.
+#: Functions that recomputing one tensor may run, where products may be among them: all of a block, and some twice.
 MOST_WORK_OF_A_BLOCK = 2048
-#: They copy what is not laid out batch by batch, as heads of attention are: inside C++, where no rung knows it.
+#: Products that copy what is not laid out batch by batch (heads of attention, say): inside C++, unseen by the tape.
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 #: Products of each group of rows with a matrix of its own, which autocast does not convert.
 _GROUPED = {*named(["grouped_mm", "_grouped_mm"], F, torch)}
@@ -43,7 +43,7 @@ _KEPT = (
 
 
 def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A matrix product."""
+    """Handle a matrix product: convert its arguments as autocast would, and record it if it may be recomputed."""
     if kwargs and kwargs.get("out") is not None:  # autocast converts nothing there
         return unrecorded(tape, func, args, kwargs)
     if tape.frame.head is not None and func is F.linear and len(args) > 1 and args[1] is tape.frame.head.weight:
@@ -74,13 +74,13 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def record_if_chosen(
     tape: Tape, out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether ``out`` is made again in backward, as a weight among the arguments is one that the frame names."""
+    """Record ``out`` to be recomputed if the frame names a weight among the arguments; return whether it was."""
     is_chosen = any(isinstance(a, Tensor) and _is_chosen(tape, a) for a in reversed(args))
     return is_chosen and record_recomputed(tape, out, func, args, kwargs)
 
 
 def _is_chosen(tape: Tape, weight: Tensor) -> bool:
-    """Whether it is a weight that runs again, or that of one expert in it, or made of such a one."""
+    """Return whether ``weight`` is one that the frame names, a view of it (one expert's), or gathered from it."""
     whole = weight if weight._base is None else weight._base
     for own, name in tape.frame.recomputed:
         if (found := own.get(name)) is weight or found is whole:
@@ -91,7 +91,7 @@ def _is_chosen(tape: Tape, weight: Tensor) -> bool:
 
 
 def gathered(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[index]``, where ``x`` may be weights of experts, and each token asks for those of its own."""
+    """Handle ``x[index]``, where ``x`` may be all experts' weights, and ``index`` the ones that tokens ask for."""
     if not tape.frame.recomputed or not _is_chosen(tape, args[0]):
         return indexed(tape, func, args, kwargs)
     out = func(*args)
@@ -101,7 +101,7 @@ def gathered(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
 def record_recomputed(
     tape: Tape, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """``func(*args, **kwargs)``, under the autocast of now, gives ``out`` again: whether that can be noted."""
+    """Record ``out`` to be recomputed by ``func(*args, **kwargs)`` under the autocast of now; return whether it was."""
     parts, gathers = parts_of(out), gathers_of(tape, args)
     if gathers is None:
         warnings.warn(_KEPT, stacklevel=2)
@@ -117,26 +117,26 @@ def record_recomputed(
 
 
 def is_thin(weight: Tensor) -> bool:
-    """Whether the product of a linear ``[out, in]`` may run again."""
+    """Return whether the product of a linear ``[out, in]`` may be recomputed."""
     return weight.shape[-1] <= _THIN and weight.shape[0] >= _WIDER * weight.shape[-1]
 
 
 def chain(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.linalg.multi_dot``: a product of what a list holds; a vector in it becomes a view first."""
+    """Handle ``torch.linalg.multi_dot``: convert the tensors of its list, a vector as a view, before autocast would."""
     if kwargs or not any_autocast() or not tape.is_innermost() or not _is_autocast(tuple(args[0])):
         return unrecorded(tape, func, args, kwargs)
     return func([low(tape, m if m.dim() == 2 else m.view_as(m)) for m in args[0]])
 
 
 def _is_autocast(arguments: tuple[Any, ...]) -> bool:
-    """Whether autocast converts these: a class with functions of its own (torchao's) is asked before it."""
+    """Return whether autocast converts these: not where a class with its own functions (torchao's) is asked first."""
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     has_no_functions = (is_plain(a) or type(a).__torch_function__ is nn.Parameter.__torch_function__ for a in tensors)
     return bool(tensors) and is_autocast(tensors[0]) and all(has_no_functions)
 
 
 def loss(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A loss of probabilities: a codec must know."""
+    """Handle a loss of probabilities, in which codecs take more bits."""
     with tape.using(is_in_loss=True):
         return func(*args, **kwargs)
 

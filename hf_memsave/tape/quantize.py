@@ -57,7 +57,7 @@ PIECE, PIECES = 2**18, 16
 
 
 def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """The code of ``flat`` ``[n]``: uint8 ``[blocks, block * bits / 8]``, and l and s ``[blocks, 2]``."""
+    """Return the code of ``flat`` ``[n]``: uint8 ``[blocks, block * bits / 8]``, and l and s ``[blocks, 2]``."""
     pieces = [_encode(piece, form, generator) for piece in flat.split(_piece(flat))]
     if len(pieces) == 1:
         return pieces[0]
@@ -66,7 +66,7 @@ def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None)
 
 
 def _piece(flat: Tensor, share: int = 1) -> int:
-    """How many of ``flat``, ``share`` elements each, go at once: all, but where both ways of coding are computed."""
+    """Return how many of ``flat``, ``share`` elements each, go at once: all, unless both codings are computed."""
     if has_numbers(flat) and not waits(flat):
         return max(1, flat.numel())
     return max(PIECE, PIECE * -(-flat.numel() * share // (PIECES * PIECE))) // share
@@ -98,7 +98,7 @@ def _encode(flat: Tensor, form: Format, generator: torch.Generator | None) -> tu
 
 
 def decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torch.dtype) -> Tensor:
-    """The ``numel`` elements that :func:`encode` coded, in ``dtype``, on a storage of their own size."""
+    """Return the ``numel`` elements that :func:`encode` coded, in ``dtype``, on a storage of their own size."""
     rows = _piece(codes[:, 0], form.block)
     if rows >= len(codes):
         return _decode(codes, bounds, form, numel, dtype)
@@ -132,12 +132,9 @@ def _decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torc
 
 
 def _groups(x: Tensor, is_finite: Tensor, form: Format) -> tuple[Tensor, ...]:
-    """Of each block ``[blocks, 1]``: whether it is mixed, a, b and M, the middle, and what lies beyond that.
+    """Return of each block ``[blocks, 1]``: whether it is mixed, a, b and M, the middle, and the side of M's group.
 
-    The last is 1 if numbers above the middle are of M's group, 0 if those below it are, and -1 if there is one group.
-
-    Returns:
-        These six.
+    That is 1 if numbers above the middle are of M's group, 0 if others are, and -1 if there is one group.
     """
     if _may_hold(~is_finite):
         low, high = x.where(x.isfinite(), torch.inf), x.where(x.isfinite(), -torch.inf)
@@ -161,7 +158,7 @@ def _groups(x: Tensor, is_finite: Tensor, form: Format) -> tuple[Tensor, ...]:
 def _encode_mixed(
     x: Tensor, u: Tensor, groups: list[Tensor], form: Format, dtype: torch.dtype, largest: float
 ) -> tuple[Tensor, Tensor]:
-    """The codes of mixed blocks, and what is kept in place of l and s; ``largest`` is that of x's own dtype."""
+    """Return codes of mixed blocks, and what is kept in place of l and s; ``largest``: the largest of x's own dtype."""
     low, high, end, middle, beyond = groups
     wide, eps, room = torch.finfo(x.dtype), torch.finfo(dtype).eps, form.near - 2
     step = torch.maximum(high / room - low / room, low.abs() * (eps / (0.5 - eps)))  # so that |n| eps < 1/2
@@ -182,12 +179,12 @@ def _encode_mixed(
 
 
 def _may_hold(flags: Tensor) -> bool:
-    """Whether one may be true: the host looks where it need not wait."""
+    """Return whether a flag may be true: the host looks where it need not wait."""
     return not has_numbers(flags) or waits(flags) or bool(flags.any())
 
 
 def _power(x: Tensor, up: bool) -> Tensor:
-    """The power of two next to each number, which is positive and normal."""
+    """Return the power of two next to each number (positive, normal): not below it if ``up``, else not above."""
     bits = {torch.float32: (torch.int32, 2**23 - 1), torch.float64: (torch.int64, 2**52 - 1)}
     integer, rest = bits[x.dtype]
     return ((x.view(integer) + up * rest) & ~rest).view(x.dtype)

@@ -1,4 +1,4 @@
-"""What runs again under the autocast that it ran under; below the floor, products of linears do."""
+"""Functions that are recomputed under the autocast of their forward, as are products of linears below the floor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AutocastState(NamedTuple):
 
     @classmethod
     def now(cls, device: str) -> AutocastState:
-        """Return the state that holds now."""
+        """Return the state of ``device`` as it is now."""
         is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         return cls(device, torch.get_autocast_dtype(device) if is_on else None)
 
@@ -34,11 +34,10 @@ class AutocastState(NamedTuple):
 
 
 class RecomputedProduct:
-    """A product, or the forward of a linear that calls no product, under the autocast that it ran under.
+    """A product, or the forward of a linear that calls no product, recomputed under the autocast that it ran under.
 
-    Its parameters are arguments as well, so that one that is written to before backward raises, as in stock. Arguments
-    that wrap others are none: a parameter is held here, and of an activation (tensor parallelism's) the one tensor that
-    it wraps is the argument, as that of the output is what this gives.
+    Its parameters are arguments, so that a write to one before backward raises, as in stock. Of arguments that wrap
+    others, a parameter is kept here, and of an activation (tensor parallelism's), as of the output, the inner tensor.
     """
 
     __slots__ = ("func", "autocast", "wraps", "gathers")
@@ -48,7 +47,7 @@ class RecomputedProduct:
         self.wraps: list[Any] = []  # places of arguments, each with its parameter or what wraps what is given there
 
     def arguments_for(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The arguments to call this with in place of ``args``; None where one of them cannot be had again."""
+        """Return the arguments to call this with in place of ``args``; None if what one wraps is not one tensor."""
         given = list(args)
         for place, argument in enumerate(args):
             if not isinstance(argument, Tensor) or is_plain(argument):
@@ -67,7 +66,7 @@ class RecomputedProduct:
         return tuple(given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The linear's output, or what that wraps: a new tensor."""
+        """Return the output, or the tensor that it wraps: a new tensor."""
         given = list(args)
         for place, held, wrap in self.wraps:
             given[place] = held.get() if wrap is None else wrap([given[place]])

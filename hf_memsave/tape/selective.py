@@ -41,7 +41,7 @@ def _coded(tape: Tape, code: Callable[[Tensor], Handle | None], func: Any, args:
 
 
 def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.conv1d`` to ``3d`` and ``F.conv_transpose1d`` to ``3d``."""
+    """Handle ``F.conv1d`` to ``3d`` and ``F.conv_transpose1d`` to ``3d``: keep no x where the weight is frozen."""
     if len(args) < 2 or not tape.is_innermost():
         return func(*args, **kwargs)
     if any_autocast() and torch.is_autocast_enabled(args[0].device.type):
@@ -59,7 +59,7 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
 
 @sees_writes
 def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.batch_norm``: running statistics are stock's; remaking y must not touch them."""
+    """Handle ``F.batch_norm``: running statistics are stock's, and recomputing y must not touch them."""
     names = enumerate(("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"))
     x, mean, var, weight, bias, training, _, eps = (argument(args, kwargs, place, name) for place, name in names)
     if not (torch.is_grad_enabled() and tape.is_innermost()):
@@ -76,7 +76,7 @@ def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 @sees_writes
 def statistics_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.batch_norm`` and ``torch.batch_norm`` where nothing is recorded: in training they write to statistics."""
+    """Handle ``F.batch_norm`` and ``torch.batch_norm`` without a record: in training they write to statistics."""
     first = 3 if func is torch.batch_norm else 1
     if argument(args, kwargs, 5, "training"):
         for place, name in ((first, "running_mean"), (first + 1, "running_var")):
@@ -87,7 +87,7 @@ def statistics_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...]
 
 
 def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Average pools and paddings, whose backward reads nothing of what they keep but its shape."""
+    """Handle average pools and paddings, whose backward reads nothing of what they keep but its shape."""
     if not args or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, Blank, func, args, kwargs)
@@ -98,7 +98,7 @@ def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def max_pool(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.max_pool1d`` to ``3d``."""
+    """Handle ``F.max_pool1d`` to ``3d``: keep indices as places in their windows."""
     if argument(args, kwargs, 6, "return_indices") or not tape.is_innermost():
         return func(*args, **kwargs)
     shape, rank = argument(args, kwargs, 0, "input").shape, int(func.__name__[-2])
@@ -117,10 +117,7 @@ def max_pool(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 class Windows:
-    """The windows of a max pool: an index into the input takes 8 bytes, its place in the window mostly one.
-
-    Of each pooled dimension: its size, and the window's kernel, stride, padding and dilation.
-    """
+    """The windows of a max pool: size, kernel, stride, padding and dilation of each pooled dimension."""
 
     def __init__(self, *options: Sequence[int]) -> None:
         self.dimensions = list(zip(*options, strict=True))
@@ -128,7 +125,7 @@ class Windows:
         self.dtype = torch.uint8 if window <= 2**8 else torch.int16 if window <= 2**15 else torch.int32
 
     def places(self, indices: Tensor) -> Tensor:
-        """``indices`` ``[*, *windows]`` as places in each window, counted like the indices; exact."""
+        """Return ``indices`` ``[*, *windows]`` as places in each window, counted like the indices; exact."""
         # A part of the first dimension at a time: on the way an index takes four times its 8 bytes.
         return torch.cat([self._places(part) for part in indices.split(max(1, len(indices) // 16))])
 
@@ -140,7 +137,7 @@ class Windows:
         return places.to(self.dtype)
 
     def indices(self, places: Tensor, stride: tuple[int, ...]) -> Tensor:
-        """The int64 indices that have these places, laid out in memory as ``stride`` says."""
+        """Return the int64 indices that have these places, laid out in memory as ``stride`` says."""
         rest, count = places.to(torch.int64), 1
         indices = torch.zeros_like(rest)
         for size, kernel, dilation, start in self._from_last(places):
@@ -149,17 +146,14 @@ class Windows:
         return with_stride(indices, stride)
 
     def _from_last(self, pooled: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Of each pooled dimension, the last one first: size, kernel, dilation, and where each window starts."""
+        """Yield size, kernel, dilation and the windows' starts of each pooled dimension, the last one first."""
         for before, (size, kernel, stride, padding, dilation) in enumerate(reversed(self.dimensions)):
             start = torch.arange(pooled.shape[-1 - before], device=pooled.device) * stride - padding
             yield size, kernel, dilation, start.view(-1, *[1] * before)
 
 
 class Side(NamedTuple):
-    """Which numbers lie inside, where ``slope(ones, tensor, *bounds)`` is not zero.
-
-    Backward may read ``inside`` for any number inside, and ``outside`` for others.
-    """
+    """A rectifier's inside, where ``slope(ones, tensor, *bounds)`` is not 0: backward may read ``inside`` there."""
 
     slope: Callable[..., Tensor]
     bounds: tuple[Any, ...]
@@ -167,7 +161,7 @@ class Side(NamedTuple):
     outside: float = -math.inf
 
     def flags(self, tensor: Tensor) -> Tensor:
-        """Which elements lie inside."""
+        """Return which elements of ``tensor`` lie inside."""
         return self.slope(tensor.new_ones(()).expand(tensor.shape), tensor, *self.bounds) != 0
 
 
@@ -186,7 +180,7 @@ _ABOVE_ZERO = Side(torch.ops.aten.leaky_relu_backward, (0.0, False))
 
 
 def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """ReLU, ReLU6, Hardtanh, LeakyReLU and Threshold: dx = dy f'(x), and f' has one value inside and one outside."""
+    """Handle ReLU, ReLU6, Hardtanh, LeakyReLU and Threshold: dx = dy f'(x), and f' is constant inside and outside."""
     if not args:
         return may_write(tape, func, args, kwargs)
     is_in_place = writes_in_place(args, kwargs)
@@ -205,7 +199,7 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 @torch.no_grad()
 def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
-    """On which side each element lies, in one bit; None where having the tensor takes less than its bits."""
+    """Keep each element's side in one bit; return None where having ``tensor`` itself in backward takes less."""
     content = tape.content_of(tensor)
     if content is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
@@ -231,7 +225,7 @@ def _from_side(bits: Tensor, unpack: Callable[..., Tensor], side: Side, like: Bl
     return with_stride(torch.where(flags, inside, outside), like.stride)
 
 
-#: How each is asked for its side, and how many of its arguments by place, after the first, say where that begins.
+#: Rectifier -> what makes its :class:`Side`, and how many positional arguments, after the first, that takes.
 _SIDES: dict[Any, tuple[Callable[..., Side | None], int]] = {
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), (_above, 0)),
     F.relu6: (lambda: _between(0.0, 6.0), 0),

@@ -1,4 +1,4 @@
-"""Which functions a tape sees, and what it does when they are called; less of them, by configuration."""
+"""The table of functions that a tape handles, and tables without what a configuration leaves to stock."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FUNCTIONS_OF = {
     "attention": frozenset({F.scaled_dot_product_attention}),
     "frozen": frozenset(SELECTIVE),
 }
-#: What they write to is seen, whatever a configuration leaves out.
+#: Batch norms: writes to their statistics are seen, whatever a configuration leaves out.
 _STATISTICS: dict[object, Handler] = {F.batch_norm: statistics_alone, torch.batch_norm: statistics_alone}
-#: Functions that can write to their argument, likewise.
+#: Functions that can write to their argument, which is seen too.
 _MAY_WRITE = {func for func, handler in TABLE.items() if handler is may_write} | {*DROPOUTS, *RECTIFIERS}
-#: Nothing is recorded, but writes are seen; the same with dropouts as they are.
+#: Tables by which nothing is recorded, but writes are seen; the second one handles dropouts too.
 UNRECORDED = MappingProxyType(
     {func: handler for func, handler in TABLE.items() if getattr(handler, "is_write", False)}
     | dict.fromkeys(_MAY_WRITE, unrecorded)
@@ -38,7 +38,7 @@ UNRECORDED_BUT_DROPOUTS = MappingProxyType({**UNRECORDED, **DROPOUTS})
 
 
 def table_without(*kinds: str) -> MappingProxyType[object, Handler]:
-    """The table, less what belongs to these kinds."""
+    """Return the table without the functions of these kinds (see :data:`FUNCTIONS_OF`)."""
     return _table_without(kinds, "bitsandbytes" in sys.modules)
 
 
@@ -46,7 +46,7 @@ def table_without(*kinds: str) -> MappingProxyType[object, Handler]:
 def _table_without(kinds: tuple[str, ...], has_quantized: bool) -> MappingProxyType[object, Handler]:
     left_out = frozenset().union(*(FUNCTIONS_OF.get(kind, frozenset()) for kind in kinds))
     rest = {func: handler for func, handler in TABLE.items() if func not in left_out}
-    if has_quantized:  # a base weight in full precision is made again, as DoRA needs it
+    if has_quantized:  # a base weight in full precision is recomputed, as DoRA needs it
         ops = torch.ops.bitsandbytes
         rest |= dict.fromkeys((ops.dequantize_4bit.default, ops.dequantize_blockwise.default), new)
     rest |= {func: handler for func, handler in _STATISTICS.items() if func in left_out}

@@ -1,4 +1,4 @@
-"""What a tensor is beside its bytes: its geometry, and which of the arguments of a call are tensors."""
+"""Geometry and classes of tensors, and which arguments of a call are tensors."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class View:
         self.dtype, self.version, self.is_flipped = tensor.dtype, tensor._version, is_flipped(tensor)
 
     def stride(self) -> tuple[int, ...]:
-        """As of the tensor."""
+        """Return the strides of the tensor."""
         return self._stride
 
     def storage_offset(self) -> int | torch.SymInt:
-        """As of the tensor."""
+        """Return the offset of the tensor in its storage."""
         return self._offset
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, on the same storage, has this geometry and content."""
+        """Return whether ``tensor``, on the same storage, has this geometry and version."""
         theirs = View(tensor)
         return all(getattr(self, name) == getattr(theirs, name) for name in View.__slots__)
 
 
 def is_flipped(tensor: Tensor) -> bool:
-    """Whether the storage holds the conjugate or the negative of what the tensor is."""
+    """Return whether the storage has the conjugate or the negative of the tensor's values."""
     return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes are those of its storage: not of a class that may wrap others (DTensor, torchao's)."""
+    """Return whether the tensor's bytes are its storage's: not of a class that may wrap others (DTensor, torchao's)."""
     kind = type(tensor)
     if kind not in _PLAIN:
         has_own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -59,13 +59,13 @@ _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, FakeTensor: True}
 
 
 def is_asked(kind: Any) -> bool:
-    """Whether a class of tensors has its say before functions run, and no operations of its own."""
+    """Return whether a class of tensors has its own ``__torch_function__``, but no ``__torch_dispatch__``."""
     if kind in (Tensor, FakeTensor) or not issubclass(kind, Tensor) or not inspect.ismethod(kind.__torch_function__):
         return False
     return bool(kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
-#: Types of arguments that hold no tensor, and that cannot change later.
+#: Types of arguments that contain no tensor, and that cannot change later.
 CONSTANT = frozenset(
     {float, int, bool, str, slice, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
 )
@@ -73,7 +73,7 @@ _BOUNDS = {int, type(None)}
 
 
 def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
-    """The tensors in ``args``, in order, and their versions; None where there is anything that could change later."""
+    """Return the tensors in ``args``, in order, and their versions; None if one is sparse or anything may change."""
     found = []
     for a in args:
         kind = type(a)
@@ -91,7 +91,7 @@ def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
 
 
 def owned(argument: Any) -> Any:
-    """A copy of the lists, arrays and bounds of slices in an argument, which their owner may change later."""
+    """Return ``argument`` with copies of its lists, arrays and bounds of slices, which their owner may change later."""
     if type(argument) is slice:
         return slice(*(b if b is None else operator.index(b) for b in (argument.start, argument.stop, argument.step)))
     if isinstance(argument, (list, tuple)):
@@ -103,7 +103,7 @@ def owned(argument: Any) -> Any:
 
 
 def leaves(args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among the arguments of a call, and in lists of them, in order."""
+    """Return the tensors among the arguments of a call, and in lists of them, in order."""
     found = []
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Tensor):
@@ -114,14 +114,14 @@ def leaves(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The tensor itself, or a copy that lies in memory as ``stride`` says: some sums depend on it."""
+    """Return ``tensor``, or a copy that lies in memory as ``stride`` says: the bits of some sums depend on it."""
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """The tensor, or the part of it that ``expand`` has repeated."""
+    """Return ``tensor``, or the part of it that ``expand`` has repeated."""
     stride = tensor.stride() if tensor.layout is torch.strided and is_plain(tensor) else ()
     if 0 not in stride or not tensor.numel():
         return tensor
@@ -129,12 +129,12 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in any order, without overlap."""
+    """Return whether the elements lie side by side in memory, in any order, without overlap."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """The tensors among the arguments of a model, and one level below."""
+    """Yield the tensors among the arguments of a model, and one level below."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -143,6 +143,6 @@ def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What tells it, as it is now, from all tensors of which the storages are alive."""
+    """Return a key that tells ``tensor``, as it is now, from all others of which the storages are alive."""
     geometry = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     return id(tensor.untyped_storage()), *geometry, tensor._version

@@ -1,4 +1,4 @@
-"""Tensors that wrap others (DTensor, quantized ones), whose own storages are nominal: apart, and wrapped again."""
+"""Tensors that wrap others (DTensor, quantized ones), whose own storages are nominal: unwrapped, and wrapped again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_memsave.tape.tensors import is_asked, is_plain
 
 
 def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
-    """What a tensor wraps, and a function that wraps as much again; None where that is not known, or on its way."""
+    """Return the tensors that ``tensor`` wraps, and a function to wrap such; None if unknown, or still on their way."""
     if hasattr(tensor, "taken_apart"):
         apart: tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] = tensor.taken_apart()
         return apart
@@ -36,7 +36,7 @@ def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor
 
 
 def waited(see: Callable[[Tensor], Any], argument: Any) -> Any:
-    """An argument of a call that has run: with what collectives have given in place of what was on its way."""
+    """Return an argument of a call that has run, with the results of collectives in place of tensors awaiting them."""
     if isinstance(argument, (list, tuple)):
         return type(argument)([waited(see, a) for a in argument])
     if type(argument) is dict:
@@ -47,19 +47,19 @@ def waited(see: Callable[[Tensor], Any], argument: Any) -> Any:
         return argument.elem  # type: ignore[attr-defined]
     if not is_asked(type(argument)):
         return argument
-    see(argument)  # of a parameter, what is noted in its place may not be known for one
+    see(argument)  # else the detached tensor of a parameter may not be known for one
     with no_subclasses():
         return argument.detach()
 
 
 def are_asked(types: Iterable[type]) -> bool:
-    """Whether these classes of tensors have their say before functions run: not in backward, if called there."""
+    """Return whether these tensor classes are asked before functions run: not in a backward that one has called."""
     own = [kind for kind in types if kind is not Tensor]  # which is among them where a function is Python's
     return bool(own) and asks_classes() and all(map(is_asked, own))
 
 
 def by_class(tape: TorchFunctionMode, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A function as these classes call it: what they call is recorded, as it is where a block runs again unasked."""
+    """Run ``func`` by the classes' ``__torch_function__``: the tape records what it calls, as if none were asked."""
     push_mode(tape)
     try:
         for kind in types:
@@ -72,7 +72,7 @@ def by_class(tape: TorchFunctionMode, func: Callable[..., Any], types: Any, args
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors whose storages hold its bytes: itself, or what it wraps; none where its class does not tell."""
+    """Return the plain tensors with the bytes of ``tensor``: itself or what it wraps; none if that is not known."""
     if is_plain(tensor):
         return [tensor]
     if not is_traceable_wrapper_subclass(tensor):
@@ -82,10 +82,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 class Wrapped(Handle):
-    """A tensor that wraps one other (a DTensor), of which a tape keeps what it would keep of that one.
-
-    A write through the wrapper shows in the version of the wrapper alone.
-    """
+    """A tensor that wraps one other (a DTensor), kept as that; a write through it shows in its own version alone."""
 
     __slots__ = ("inner", "wrap", "wrapper", "version")
 
@@ -93,7 +90,7 @@ class Wrapped(Handle):
         self.inner, self.wrap, self.wrapper, self.version = inner, wrap, weakref.ref(tensor), tensor._version
 
     def get(self) -> Tensor:
-        """It, wrapped again."""
+        """Return the inner tensor, wrapped again."""
         wrapper = self.wrapper()
         if wrapper is not None and wrapper._version != self.version:
             raise written(wrapper, self.version)
