@@ -1,1 +1,1 @@
-"""Doors into other libraries: models and trainers of Transformers take ``memsave=``, adapters of PEFT are patched."""
+"""Transformers' models and trainers take ``memsave=``, and PEFT's adapters are patched as they are added."""

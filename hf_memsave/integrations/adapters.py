@@ -1,4 +1,4 @@
-"""Adapters that PEFT adds later to a patched model, or by a config of ours."""
+"""Patching of adapters that PEFT adds to a patched model, or by a config with ``memsave``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patche
 
 
 def inject_adapter(stock: Callable[..., Any], tuner: Any, model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Patch what ``BaseTuner.inject_adapter`` adds as its config asks, or as the blocks around it are patched."""
+    """Run PEFT's ``inject_adapter``, and patch what it adds as its config asks, or as the block around is patched."""
     memsave = getattr(tuner.peft_config[name], "memsave", None)
     asked = None if memsave is True and patched_models(model) else MemSaveConfig.resolve(memsave)
     if asked is not None:  # a model that cannot be patched is refused before PEFT touches it
@@ -25,7 +25,7 @@ def inject_adapter(stock: Callable[..., Any], tuner: Any, model: Any, name: str,
     if asked is not None:
         patch(model, asked)
         return result
-    # What is approximated or sampled in adapters is patched, each with the config of the block it is in.
+    # Modules in adapters that are approximated or sampled take the config of the patched module around them.
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     numbers = block_numbers(model)

@@ -1,4 +1,4 @@
-"""Changing functions of classes of other libraries, once those are imported; and taking it back."""
+"""Wrappers around functions of other libraries' classes, put on when those are imported, and taken off again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 
 from hf_memsave.logs import logger
 
-#: On each function of ours: itself (another wrapper may have copied our attributes) and what stood in its place.
+#: Attribute of each wrapper: itself (another wrapper may have copied its attributes) and the function it replaced.
 _MARK = "_memsave_stock"
-#: Class -> the names of its functions that are ours.
+#: Class -> the names of its functions that are wrapped.
 _WRAPPED: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 
 
@@ -28,7 +28,7 @@ def when_imported(name: str, teach: Callable[[Any], None]) -> None:
 
 
 def wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
-    """Have a class's own function run as ``call(stock, *args, **kwargs)``; does nothing the second time.
+    """Wrap the function ``name`` of class ``owner`` by ``call(stock, *args, **kwargs)``; do nothing the second time.
 
     A class method stays one; where the class has nothing of this name, it gets one, and ``stock`` is None.
     """
@@ -48,7 +48,7 @@ def wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
 
 
 def uninstall() -> None:
-    """Take back what importing hf_memsave changed in other libraries; does nothing the second time.
+    """Undo what importing hf_memsave changed in other libraries; do nothing the second time.
 
     Models that are patched stay so (:func:`hf_memsave.unpatch` is for them), and callbacks work on.
     """
@@ -67,13 +67,13 @@ def uninstall() -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Wait for a module, and leave once it is there."""
+    """An import finder that calls ``teach`` with the module ``name`` once it is imported, and removes itself."""
 
     def __init__(self, name: str, teach: Callable[[Any], None]) -> None:
         self.name, self.teach = name, teach
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """Return the spec that the other finders give, its loader followed by ours."""
+        """Return the spec that the other finders give, with a loader that ends by calling ``teach``."""
         if fullname != self.name:
             return None
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]  # old ones have none
@@ -83,7 +83,7 @@ class _WhenImported(MetaPathFinder):
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-        exec_module(module)  # of a loader that may be shared, as that of a zip file is
+        exec_module(module)  # of a loader that modules may share, as in a zip file
         if module.__name__ == self.name and self in sys.meta_path:  # not after `uninstall`
             sys.meta_path.remove(self)
             self.teach(module)

@@ -1,9 +1,9 @@
 """``memsave=`` on ``from_pretrained`` and ``from_config``, on every trainer, and in PEFT's configs.
 
-Every way of loading a model ends in one of two class methods of ``PreTrainedModel``, which are wrapped. Of PEFT it is
-``BaseTuner.inject_adapter``, where it has model and config together. ``Trainer.__init__`` takes the argument, and with
-it each subclass that hands its keywords on; one that does not, as its own ``__init__`` lists all that it takes (TRL's
-do) or drops the rest, is taught it, be it defined before or later.
+Every way of loading a model ends in one of two class methods of ``PreTrainedModel``, which are wrapped. In PEFT
+``BaseTuner.inject_adapter`` is wrapped, which has both model and config. ``Trainer.__init__`` is wrapped, and so is the
+``__init__`` of each subclass, defined before or later, unless it names the argument: it may list all that it takes, as
+TRL's do, or drop other keywords.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _make_trainer(
         return
     given = kwargs.get("callbacks") or ()
     there = [c for c in self.callback_handler.callbacks if type(c) is MemSaveCallback and c not in given]
-    if not handed_on or not there:  # else it has arrived, perhaps as another config
+    if not handed_on or not there:  # else a subclass passed it on, perhaps as another config
         MemSaveCallback(config).add_to(self)
 
 
@@ -128,5 +128,5 @@ def teach_callbacks(module: Any) -> None:
 def _place_callback(stock: Callable[..., None], self: Any, /, callback: Any) -> None:
     stock(self, callback)
     if (ours := sys.modules.get("hf_memsave.integrations.trainer")) is not None:
-        # Another list: the one that there was may be walked through at this moment.
+        # A new list, as code may be iterating over the old one.
         self.callbacks = sorted(self.callbacks, key=lambda there: not isinstance(there, ours.MemSaveCallback))

@@ -43,12 +43,12 @@ class MemSaveLoraConfig(LoraConfig):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of the ``LoraConfig``."""
+        """Return the fields of the ``LoraConfig``, without ``memsave``."""
         stock: dict[str, Any] = super().to_dict()
         stock.pop("memsave", None)
         return stock
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, perhaps in another process: PEFT is told of it there."""
+        """Restore a copy, perhaps in another process, where PEFT is to be wrapped too."""
         self.__dict__.update(state)
         teach_peft(tuners_utils)

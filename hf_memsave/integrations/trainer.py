@@ -28,7 +28,7 @@ from hf_memsave.patching.swap import hides_forward, patched_models
 
 
 class MemSaveCallback(TrainerCallback, ExportableState):
-    """Patches the trainer's model, and adds what that frees to every logged loss.
+    """A callback that patches the trainer's model, and adds what that frees to every logged loss.
 
     With the loss come ``memsave/kept_gib``, what the first micro-batch of training on this process kept for backward,
     and ``memsave/freed_fraction``, the share of what stock would have kept (0 to 1) that it did not, where that was
@@ -47,12 +47,12 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         undo: Make the model stock again when training ends.
 
     Attributes:
-        report: Of the last time the model was patched; None before.
+        report: The report of the latest patch; None before the first.
         metrics: What is logged with every loss.
 
     Raises:
         ConfigError: ``memsave`` names a preset, field or value that does not exist, or asks for nothing.
-        PatchError: As the trainer is made, or training begins: the model is patched with another config.
+        PatchError: When the trainer is made or training begins, if the model is patched with another config.
     """
 
     def __init__(self, memsave: MemSaveLike | None = None, undo: bool = False) -> None:
@@ -85,7 +85,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
             callbacks.insert(0, callbacks.pop(callbacks.index(there)))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback."""
+        """Return what a checkpoint keeps of this callback: its arguments, and the norms of sampled linears."""
         memsave = None if self._takes_what_is_there else self.config.to_dict()
         model, norms = self._model(), None
         if model is not None and (sampler := sampler_of(model)) is not None:
@@ -98,7 +98,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         self._patch(args, state, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Patch what came since, and go on with the norms of a checkpoint."""
+        """Patch modules added since the trainer was made, and load the norms of a checkpoint."""
         self._patch(args, state, model, kwargs.get("train_dataloader"))
         self.metrics = {}
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})  # a stock run's checkpoint has none
@@ -129,7 +129,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
             log.update(self.metrics | once)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Undo, if asked to."""
+        """Make the model stock again, if asked to."""
         if self.undo:
             unpatch(model)
 
@@ -154,28 +154,24 @@ class MemSaveCallback(TrainerCallback, ExportableState):
 
 
 def without_callback(trainer: Any, memsave: Any) -> None:
-    """Make the model of a trainer that was given ``memsave=False`` stock, if it was patched and no callback is there.
-
-    Else patch it under the forward that a trainer (TRL's) has put over ours since.
-    """
+    """Unpatch a trainer's model for ``memsave=False`` with no callback; else patch it if another forward hides ours."""
     if (model := getattr(trainer, "model", None)) is None or not (found := patched_models(model)):
         return
     if memsave is False and not any(isinstance(c, MemSaveCallback) for c in trainer.callback_handler.callbacks):
         unpatch(model)
         logger.info("memsave=False: the model was patched before, and is stock again: hf_memsave.patch patches it.")
         return
-    for module, config in found:
+    for module, config in found:  # trainers such as TRL's may have set a forward since
         if hides_forward(module):
             patch(module, config)
 
 
 class MemSaveMixin:
-    """Gives a trainer class the argument ``memsave``: ``class MyTrainer(MemSaveMixin, SFTTrainer)``.
+    """A mixin for trainers that takes the argument ``memsave``: ``class MyTrainer(MemSaveMixin, SFTTrainer)``.
 
     Args:
         memsave: As for :class:`MemSaveCallback`; False for a stock run, also of a model that was patched before.
-        *args: The trainer's own.
-        **kwargs: The trainer's own.
+        *args, **kwargs: The trainer's own.
 
     Raises:
         ConfigError: As for :class:`MemSaveCallback`.

@@ -1,4 +1,4 @@
-"""Carrying out what was collected and checked: ``patch`` and ``unpatch`` change a model here, and nowhere else."""
+"""The step of ``patch`` and ``unpatch`` that changes the model, after all was collected and checked."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def swap(model: nn.Module, found: Found) -> set[nn.Module]:
     """Patch the modules of ``model`` that ``found`` names, and give all others their stock classes.
 
     Returns:
-        The modules that this changes.
+        The modules whose class changes, or whether they run again in backward.
 
     Raises:
-        PatchError: Another tool has wrapped one of them since.
+        PatchError: Another tool has put its own class over one of ours that is to change.
     """
     classes = {module: patched_class(patch) for module, patch in found.patches.items()}
     for name, module in model.named_modules():
@@ -36,7 +36,7 @@ def swap(model: nn.Module, found: Found) -> set[nn.Module]:
     for module in model.modules():
         cls = classes.get(module, stock_class(module))
         if (compiled := getattr(cls, COMPILED, None)) is not None:
-            compiled.why_not = ""  # which was of another model
+            compiled.why_not = ""  # of an earlier model of this class
         if type(module) is not cls and not is_wrapped(module):
             set_class(module, cls)
             changed.add(module)

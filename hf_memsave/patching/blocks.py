@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def block_numbers(model: nn.Module) -> dict[str, int]:
-    """Path of each outermost repeated block -> its number, in the order in which the model holds them."""
+    """Return the path of each outermost repeated block -> its number, in the order of ``named_modules``."""
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and block_at(name, numbers) is None:
@@ -19,18 +19,18 @@ def block_numbers(model: nn.Module) -> dict[str, int]:
 
 
 def block_at(name: str, numbers: Mapping[str, int]) -> int | None:
-    """The number of the block that is, or is around, the module at the path ``name``; None outside every block."""
+    """Return the number of the block that is, or is around, the module at path ``name``; None outside every block."""
     parts = name.split(".")
     return next((numbers[path] for i in range(len(parts) + 1) if (path := ".".join(parts[:i])) in numbers), None)
 
 
 def number_of(name: str, numbers: Mapping[str, int]) -> int:
-    """As :func:`block_at`; outside every block that of the first, 0."""
+    """Return what :func:`block_at` returns, but 0 outside every block."""
     return block_at(name, numbers) or 0
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """What gives logits over a vocabulary."""
+    """Return the module of ``model`` that computes logits over a vocabulary; None if there is none."""
     try:
         head: nn.Module | None = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         return head

@@ -1,9 +1,9 @@
-"""What runs again in backward: linears as the classes that they are, and whole blocks.
+"""What ``checkpoint=`` runs again in backward: linears, whose classes stay stock, and whole blocks.
 
-A chosen linear carries a mark, which copies, pickles and replicas carry too. A tape knows it by its weight, looked up
-while its block runs: moved, sharded or gathered, it is another tensor. Blocks run again by Transformers' own gradient
-checkpointing of one layer: the class of a block answers what that asks for, and only while the block is called. So what
-the user has turned on, or off, stays the user's, and counts first.
+A chosen linear has the attribute :data:`AGAIN`, as have its copies, pickles and replicas. A tape knows it by its
+weight, which is read whenever its block runs, as moving, sharding or gathering replaces that tensor. Blocks run again
+by Transformers' own gradient checkpointing of a layer: its flag and its function are properties of our class of block,
+on only while a block is called. Gradient checkpointing that the user turns on takes precedence.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from hf_memsave.tape.private import all_subclasses, asks_classes, checkpoint_fra
 from hf_memsave.tape.tensors import is_asked, tensors_in
 from hf_memsave.tape.wrappers import parts_of
 
-#: On a linear that runs again.
+#: Attribute of a linear, or of experts, that run again: the names of their weights.
 AGAIN = "_memsave_again"
-#: Such linears in each block, or model, that has run.
+#: Block, or model, that has run -> the modules with this attribute in it.
 _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-#: How ``gradient_checkpointing_enable`` tells a layer.
+#: Attributes that ``gradient_checkpointing_enable`` sets on a layer.
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-#: Kinds of PEFT's adapters that are a cache.
+#: Kinds of PEFT's adapters that pass a KV cache to the model.
 _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
-#: What to say of hooks that a block had in its forward, and has not as it runs again, or the other way round.
+#: How an error names the hooks of a block, where they differ between its forward and its rerun.
 HOOKS = "other hooks on its modules (by hooks X-LoRA, Poly and others hand on what goes with a batch)"
-#: What a layer of PEFT's keeps of which adapters it uses, and how.
+#: Attributes of a PEFT layer that decide which adapters it uses, and how.
 OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-#: Where a class of blocks that run again finds the function by which they do.
+#: Attribute of a class of blocks that run again: the function that checkpoints them.
 _RUNS_BY = "_memsave_runs_by"
 
 
 def choose_again(model: nn.Module, linears: Collection[nn.Module]) -> None:
-    """Have tapes run ``linears`` of ``model`` again, and the first products of experts among them, and no others."""
+    """Mark ``linears`` of ``model`` (of experts, all weights but down projections) to run again, and no others."""
     for module in model.modules():
         if module in linears:
             module.__dict__[AGAIN] = [n for n in module._parameters if "down" not in n and n != "bias"] or ["weight"]
@@ -57,7 +57,7 @@ def choose_again(model: nn.Module, linears: Collection[nn.Module]) -> None:
 
 
 def weights_in(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where to find the weights in ``module`` that run again, by name: FSDP1 and replicas have them as attributes."""
+    """Return (dict, name) of weights in ``module`` that run again; FSDP1 and replicas have them as attributes."""
     refs = _known.get(module)
     if refs is None:
         refs = _known[module] = [weakref.ref(m) for m in module.modules() if AGAIN in m.__dict__]
@@ -66,21 +66,21 @@ def weights_in(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 class _Now(threading.local):
-    block: nn.Module | None = None  # that runs again, and is being called
-    is_inside = False  # a model with such blocks: PEFT's activated LoRA asks them there
-    is_cache_asked_for = False  # which is neither read nor written where a block runs again, as in ``generate``
+    block: nn.Module | None = None  # the block that is being called, and runs again
+    is_inside = False  # a model with such blocks is being called: PEFT's activated LoRA reads their flags there
+    is_cache_asked_for = False  # then no block runs again: it would leave the KV cache out
 
 
 _now = _Now()
 
 
 def runs_again(block: nn.Module) -> bool:
-    """Whether a block runs again by this module, and not as its user asked for."""
+    """Return whether ``block`` runs again by its patch, and not by the user's own gradient checkpointing."""
     return hasattr(type(block), _RUNS_BY) and not block.__dict__.get(_FLAG)
 
 
 def running_by(function: Callable[..., Any], call: Any) -> dict[str, Any]:
-    """What a class has whose blocks run again by ``function``, as ``checkpoint`` would run them; with its ``call``."""
+    """Return class attributes by which Transformers checkpoints blocks with ``function``; ``call`` is ``__call__``."""
 
     def is_on(self: Any) -> bool:
         is_called = torch.compiler.is_compiling() or _now.is_inside or _now.block is self
@@ -97,7 +97,7 @@ def running_by(function: Callable[..., Any], call: Any) -> dict[str, Any]:
         is_filled = any(isinstance(a, Cache) and a.get_seq_length() > 0 for a in (*args, *kwargs.values()))
         _now.block, _now.is_cache_asked_for = self, _now.is_cache_asked_for or is_filled
         try:
-            if is_on(self):  # Transformers takes a cache away among the named arguments alone
+            if is_on(self):  # Transformers itself drops a cache only from keyword arguments
                 args = tuple([None if isinstance(a, Cache) else a for a in args])
                 args = _with_wanted_input(args) if self._backward_hooks else args
             return call(self, *args, **kwargs)
@@ -110,9 +110,9 @@ def running_by(function: Callable[..., Any], call: Any) -> dict[str, Any]:
 
 
 def _with_wanted_input(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` of a block whose full backward hooks are to run after it has run again."""
-    # PyTorch runs them before where no input wants a gradient, as that of frozen embeddings; and by such a hook
-    # activated LoRA takes away what the block needs. So a copy of the input wants one, as Transformers has it for PEFT.
+    """Return ``args`` with a float tensor that requires a gradient, for a block with full backward hooks."""
+    # Where no input requires one (frozen embeddings), PyTorch runs these hooks before the block runs again; and by such
+    # a hook activated LoRA removes what the block needs. So a detached input requires one, as Transformers' for PEFT.
     floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
     if floats and not any(args[i].requires_grad for i in floats):
         first = floats[0]
@@ -121,15 +121,15 @@ def _with_wanted_input(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def checkpoint_block(function: Any, *args: Any) -> Any:
-    """``checkpoint`` of a block's forward, or of its ``__call__``, which raises in backward where it would differ."""
-    # Transformers has made ``partial(forward, block)`` of it, or one of its bound ``__call__``.
+    """Checkpoint ``function``, a block's forward or ``__call__``: raise in backward if it would run differently."""
+    # Transformers passes ``partial(forward, block)``, or a partial of the bound ``__call__``.
     given = *getattr(function, "args", ()), getattr(getattr(function, "func", None), "__self__", None)
     block = next((one for one in given if isinstance(one, nn.Module)), None)
     if torch.compiler.is_compiling() or block is None:
         with replacing_stock(current()):
             return checkpoint(function, *args, use_reentrant=False)
     before: dict[str, Any] = {}
-    sums: list[Tensor] = []  # one, of the bits of what was kept, and of what it gave
+    sums: list[Tensor] = []  # one checksum of the bits that the forward kept and returned
     is_asking = asks_classes()
     kinds = [type(a) if isinstance(a, Tensor) and is_asked(type(a)) else None for a in args]
 
@@ -137,12 +137,12 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
         changed = [what for what, now in state_of(function, block).items() if now != before[what]]
         if changed and (changed != [HOOKS] or not sums):
             raise run_differs(block, changed[0])
-        # As in the forward: PyTorch's hooks give tensors back as plain ones, and a loss asks no class in backward.
+        # As in the forward: hooks unpack plain tensors, and a subclass's ``backward`` calls no ``__torch_function__``.
         args = tuple([a.as_subclass(k) if k else a for a, k in zip(args, kinds, strict=True)])
         with all_subclasses() if is_asking else contextlib.nullcontext():
             if not changed:
                 return function(*args)
-            checkpoint_frame()[0].early_stop = False  # hooks may only have observed: that is told by all that it makes
+            checkpoint_frame()[0].early_stop = False  # hooks may only observe: all of the rerun tells
             found: list[Tensor] = []
             try:
                 out = _noting(function, args, innermost_hooks(), found)
@@ -158,7 +158,7 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
         before.update(state_of(function, block))
         if (hooks := innermost_hooks()) is None:
             return function(*args)
-        pack, unpack = hooks  # by which ``checkpoint`` runs this again
+        pack, unpack = hooks  # of ``checkpoint``; the second runs this again
 
         def unpack_or_say_why(packed: Any) -> Any:
             try:
@@ -177,11 +177,11 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
 
 
 def state_of(function: Any, block: nn.Module) -> dict[str, Any]:
-    """What is to be equal when ``block`` runs again by ``function``, each by what to say of it where it is not."""
+    """Return what must be equal when ``function`` runs ``block`` again: its name in an error -> its state now."""
     modules = [block]
     for module in modules:  # which grows: ``block.modules()`` takes ten times as long
         modules += [child for child in module._modules.values() if child is not None]
-    runs_hooks_of = modules[1:] if block in getattr(function, "args", ()) else modules  # or those of its ``__call__``
+    runs_hooks_of = modules[1:] if block in getattr(function, "args", ()) else modules  # ``__call__`` runs its own
     hooked = [m for m in runs_hooks_of if m._forward_pre_hooks or m._forward_hooks]
     layers = [m for m in modules if hasattr(type(m), "_active_adapter")] if "peft" in sys.modules else []
     return {
@@ -197,7 +197,7 @@ def state_of(function: Any, block: nn.Module) -> dict[str, Any]:
 
 
 def _noting(function: Any, args: tuple[Any, ...], hooks: Any, sums: list[Tensor]) -> Any:
-    """``function(*args)`` under ``hooks``; what tells the bits of all that they keep, and of the output, is noted."""
+    """Run ``function(*args)`` under ``hooks``; set ``sums`` to a checksum of all that they keep and of the output."""
     pack, unpack = hooks
 
     def note(tensor: Tensor) -> None:
@@ -217,7 +217,7 @@ def _noting(function: Any, args: tuple[Any, ...], hooks: Any, sums: list[Tensor]
 
 @torch.no_grad()
 def _sums_of_bits(tensor: Tensor, before: Tensor | int = 0) -> Tensor:
-    """What tells a tensor, and those ``before``, from others: also from its negative, and from one in another order."""
+    """Compute a checksum of the bits of ``tensor``, in which order and sign count, on top of the one ``before``."""
     with no_modes():
         for x in parts_of(tensor):
             bits = x.contiguous().flatten().view(torch.int16 if x.itemsize > 1 else torch.uint8)
@@ -227,13 +227,13 @@ def _sums_of_bits(tensor: Tensor, before: Tensor | int = 0) -> Tensor:
 
 
 def _hook(number: int, hook: Any) -> Any:
-    """What tells a hook: its number, but of activated LoRA's, which is put on once more for the second run."""
+    """Return what identifies a hook: its number, or the offsets of activated LoRA's, which a rerun registers again."""
     offsets = getattr(hook, "keywords", {}).get("alora_offsets")
     return number if offsets is None else repr(offsets)
 
 
 def run_differs(block: nn.Module, found: str) -> KeptTensorChangedError:
-    """The error for a block that would not run again as it ran; ``found`` says what is other now."""
+    """Return the error for a block that would not run again as in its forward; ``found`` says what differs."""
     return KeptTensorChangedError(
         f"a checkpointed {type(block).__name__} runs again in backward: expected all as in its forward, got {found}. "
         "Change nothing that it reads before backward() is over, or use checkpoint='gate' or None."
@@ -242,7 +242,7 @@ def run_differs(block: nn.Module, found: str) -> KeptTensorChangedError:
 
 @contextlib.contextmanager
 def with_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Run no block again while ``model`` is called with these, if they ask for a cache or bring one (a prefix)."""
+    """Run no block again in a call of ``model`` that asks for a KV cache, or brings a filled one (a PEFT prefix)."""
     cache = cache_in(arguments)
     is_filled = cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0)
     is_prefix = getattr(getattr(model, "active_peft_config", None), "peft_type", None) in _BRING_A_CACHE

@@ -1,4 +1,4 @@
-"""Collecting what of a model is to change, and what speaks against it; nothing is changed here."""
+"""Collection of what a config changes in a model, and of what forbids it; nothing is changed here."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hf_memsave.patching.blocks import block_at, block_numbers, head_of, number_
 from hf_memsave.patching.rows import may_run_in_rows
 from hf_memsave.patching.swap import Patch, hides_forward, patched_models, stock_class
 
-#: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
+#: Kinds of modules written in Python: left to stock, a tape records nothing inside but dropouts.
 _QUIET = ("activation", "norm", "attention", "lora")
-#: Activations of one function, whose slope is one of two: they are the field "frozen"'s, too.
+#: Activations with two slopes: under ``frozen`` a tape handles them, also where activations are left to stock.
 _RECTIFIERS = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU, nn.Threshold)
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One module: its path, its stock class, what is done there, and "patched" or "skipped", and why that.
+    """One module of a report: its path, stock class, op, status ("patched" or "skipped") and the reason for it.
 
-    ``op`` is "model" or "block" for what lays a tape or ends a block of one, else what replaces the forward.
+    ``op`` is "model" for a module with a tape, "block" for a repeated block, else what replaces the forward.
     """
 
     name: str
@@ -45,14 +45,14 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Found:
-    """Hold what a config changes in a model: ``refusals.check`` reads it, ``swap`` carries it out.
+    """The changes that a config makes to a model: ``refusals.check`` checks them, ``swap`` makes them.
 
     Attributes:
         sites: A line for each module that is changed, or skipped for a reason.
-        patches: Each module that becomes another class, and what that class does.
-        recomputed: Linears that run again as the classes that they are.
-        before: The models that were patched already, and the config of each.
-        errors: What was asked for of a module that cannot have it.
+        patches: Module -> the patch by which it gets another class.
+        recomputed: Linears and experts that run again in backward, and keep their classes.
+        before: The models that are patched already, each with its config.
+        errors: Errors for modules that cannot have what was asked for.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Found:
     errors: list[PatchError] = field(default_factory=list)
 
     def add(self, name: str, module: nn.Module, op: str, reason: str = "") -> None:
-        """Add the site of ``op``: patched, or skipped for ``reason``."""
+        """Add ``module`` to the sites: patched by ``op``, or skipped for ``reason``."""
         status = "skipped" if reason else "patched"
         self.sites.append(SiteReport(name, stock_class(module).__name__, op, status, reason))
 
@@ -76,7 +76,7 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
 
     Args:
         model: Stock, or patched before.
-        config: What was asked for.
+        config: What to change.
         prefix: The path of ``model`` in the model that it is a part of; then only its ops are collected.
         block: The number of the repeated block that ``model`` is a part of, if it is.
     """
@@ -90,7 +90,7 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
         config = replace(config, backend="torch")
         found.add(prefix, model, "fused", reason)
     heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
-    has_norm = config.checkpoint in WHOLE and bool(heads - {None})  # that may be the peak of a step
+    has_norm = config.checkpoint in WHOLE and bool(heads - {None})  # the last norm may be the peak of a step
     root_is_layer = not prefix and not isinstance(model, PreTrainedModel) and not numbers.keys() - {""}
     for name, module in model.named_modules():
         around = block_at(name, numbers) if block is None else block
@@ -101,7 +101,7 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
                 op, value = "run_again", config.checkpoint
             else:
                 found.add(name, module, "run_again", f"{op} replaces its forward")
-        # A tape sees ``F.linear`` called with the weight of such a head, so that its class can stay.
+        # A tape knows a plain linear head by its weight, as ``F.linear`` is called, so that its class can stay.
         is_known = isinstance(module, nn.Linear) and not type(module).__module__.startswith("bitsandbytes")
         if op in (None, "lora") and module in heads and not is_known:
             op, value = "lazy_head", config.loss
@@ -127,7 +127,7 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
 
 
 def _rows(module: nn.Module, config: MemSaveConfig, block: int | None, blocks: int) -> int | str | None:
-    """How many tokens of each sequence a module of the block of this number, or of none, runs at a time."""
+    """Return how many tokens of each sequence ``module`` runs at a time, in block number ``block``; None for all."""
     cls = stock_class(module)
     if block is None:
         return "norm" if kind_of(cls) == "norm" and may_run_in_rows(module, cls) else None
@@ -137,7 +137,7 @@ def _rows(module: nn.Module, config: MemSaveConfig, block: int | None, blocks: i
 
 
 def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, numbers: dict[str, int]) -> None:
-    """Collect what lays a tape: the outermost models whose own forward runs, and the repeated blocks."""
+    """Collect the outermost models, each of which runs under a tape, and the repeated blocks."""
     roots: tuple[str, ...] = ()
     outer = model
     while stock_class(outer).__module__.startswith(("torch.nn.parallel", "torch.distributed", "torch._dynamo")):
@@ -166,13 +166,13 @@ def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, number
 
 
 def tool_of(forward: Any) -> str:
-    """Return the name of the Python module whose code a forward is; ``functools.wraps`` cannot hide it."""
+    """Return the name of the Python module that defines ``forward``, which ``functools.wraps`` cannot change."""
     name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
     return name
 
 
 def hidden(name: str, module: nn.Module) -> PatchError:
-    """Return the error for a module whose own forward, set by another tool, would hide ours."""
+    """Return the error for a module with a forward on its instance, set by another tool, that would hide ours."""
     return PatchError(
         f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
         f"tool ({tool_of(module.__dict__['forward']) or 'one written in C'}), which would hide ours. Build the model "
@@ -182,18 +182,18 @@ def hidden(name: str, module: nn.Module) -> PatchError:
 
 
 def _why_hidden(name: str, module: nn.Module, is_implied: bool, found: Found) -> str:
-    """Return why a module whose forward hides ours stays stock; an error in ``found`` unless ours ``is_implied``."""
+    """Return why a module whose forward hides ours stays stock; add an error to ``found`` unless ``is_implied``."""
     if not is_implied:
         found.errors.append(hidden(name, module))
     is_dispatched = "_original_forward" in module.__dict__
     tool = "accelerate" if is_dispatched else tool_of(module.__dict__["forward"]) or "code in C"
-    return f"its forward was set by {tool}; what lies below is patched"  # which has tapes of its own
+    return f"its forward was set by {tool}; what lies below is patched"  # under tapes of its own
 
 
 def _choice(
     path: str, module: nn.Module, config: MemSaveConfig, block: int, root_is_layer: bool
 ) -> tuple[str | None, Any]:
-    """The op that a module takes, and the value that chose it; None if its forward stays."""
+    """Return the op that replaces the forward of ``module``, and its value; None and None if the forward stays."""
     cls = stock_class(module)
     name = path_of(cls)
     if name in LINEARS:
@@ -210,7 +210,7 @@ def _choice(
     if name in LORA and config.converts("lora", block):
         return "lora", LORA[name]
     if kind == "attention" and any(kind_of(stock_class(m)) == kind for m in module.modules() if m is not module):
-        return None, None  # it holds an attention, and a norm and a dropout beside
+        return None, None  # such as BertAttention: an attention, a norm and a dropout
     if kind in _QUIET and not config.converts(kind, block):
         is_of_frozen = config.frozen and config.activation == "stock" and issubclass(cls, _RECTIFIERS)
         return (None, None) if is_of_frozen else ("quiet", "stock")
@@ -222,7 +222,7 @@ def _choice(
 
 
 def _is_chosen(path: str, module: nn.Module, config: MemSaveConfig, block: int, blocks: int) -> bool:
-    """Whether it is a linear, with no adapter around, or experts of a rung; a block that runs again needs none."""
+    """Return whether a rung below whole blocks runs ``module`` again: experts, or a linear without adapters."""
     if config.checkpoint in (None, *WHOLE) or not config.converts("checkpoint", block, blocks):
         return False
     if names := first_of_experts(module):
@@ -233,7 +233,7 @@ def _is_chosen(path: str, module: nn.Module, config: MemSaveConfig, block: int, 
 
 
 def is_sampled(path: str, config: WTACRS, has_no_blocks: bool = False) -> bool:
-    """Whether the linear at ``path``, perhaps of a layer patched by itself, is one of those that ``config`` samples."""
+    """Return whether ``config`` samples the linear at ``path``; ``has_no_blocks`` in a layer that is patched alone."""
     if config.targets is None:
         return "lora_B" not in path and (has_no_blocks or any(part.isdigit() for part in path.split(".")))
     dotted = f".{path}."

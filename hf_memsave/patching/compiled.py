@@ -1,7 +1,7 @@
-"""Compiled models: no tape lies inside a graph, whose partitioner, ``Floor``, keeps the floor instead.
+"""Compiled models: inside a graph there is no tape, and the graph's partitioner, ``Floor``, keeps the floor instead.
 
-With ``compile=True`` each repeated block is compiled by itself, and the tape of the model lies around them. Users,
-Trainer and Accelerate may also compile a patched model, as a whole or in parts.
+With ``compile=True`` each repeated block is compiled alone, and the model's tape is around all of them. Users, Trainer
+and Accelerate may also compile a patched model, as a whole or in parts.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ from hf_memsave.logs import logger, warn_once
 from hf_memsave.patching.partitioner import Floor
 from hf_memsave.tape import Tape, private
 
-#: Graphs of one class of blocks, as other masks, lengths, kinds of attention and modes take graphs of their own.
+#: Most graphs of one class of blocks: each kind of mask, length, attention and mode takes a graph of its own.
 MOST = 64
-#: Where a checkpointed call finds which blocks were compiled as it ran.
+#: Attribute of a checkpointed call: id of a block -> whether it ran compiled.
 _RAN = "_memsave_compiled"
 
 
 class _OpByOpError(Exception):
-    """Dynamo was told to compile nothing: it calls what it is to trace."""
+    """Dynamo runs the function op by op instead of tracing it, as it was told to compile nothing."""
 
 
 class CompiledBlocks:
-    """The forward of one class of repeated blocks, compiled: one graph for all that run alike.
-
-    ``why_not`` says why they run op by op; it is empty for as long as they do not.
-    """
+    """The compiled forward of one class of repeated blocks; ``why_not`` says why they run op by op, or is empty."""
 
     def __init__(self, cls: Any, rung: str | None) -> None:
         forward = cls.forward
@@ -55,24 +52,24 @@ class CompiledBlocks:
 
     @property
     def graphs(self) -> int:
-        """How many graphs they have taken so far."""
+        """The number of graphs that these blocks have taken so far."""
         return len(_debug_get_cache_entry_list(self._code))
 
     def run(self, block: nn.Module, tape: Tape | None, args: Any, kwargs: Any) -> Any:
-        """Call the compiled forward, with the tape put away.
+        """Call the compiled forward of ``block``, with the hooks and modes of the tape taken off.
 
         Returns:
-            What it gives; NotImplemented where the block is to run op by op.
+            The output of ``block``; NotImplemented if it is to run op by op.
 
         Raises:
-            KeptTensorChangedError: It was compiled in its forward, and cannot be where a checkpoint runs it again.
+            KeptTensorChangedError: The block ran compiled in its forward, and cannot as a checkpoint runs it again.
         """
         if tape is not None and private.backward_id() < 0:
             return self._try(block, True, args, kwargs)
         call = private.checkpointed_call()
         if call is None and tape is None and not private.hooks_work():  # evaluation: lengths and caches of all kinds
             return NotImplemented
-        # Op by op it draws other masks: as a block ran in its forward, it runs again.
+        # Op by op a block draws other dropout masks: it runs again as it ran in its forward.
         ran: dict[int, bool] = {} if call is None else vars(call).setdefault(_RAN, {})
         before = ran.get(id(block))
         out = NotImplemented if before is False else self._try(block, tape is not None, args, kwargs)
@@ -97,7 +94,7 @@ class CompiledBlocks:
             try:
                 try:
                     return self._run(block, args, kwargs)
-                except FailOnRecompileLimitHit:  # of the user's: ours is higher
+                except FailOnRecompileLimitHit:  # the user's limit; ours is higher
                     with dynamo.patch(recompile_limit=MOST):
                         return self._run(block, args, kwargs)
             except _OpByOpError:
@@ -122,7 +119,7 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def refuse_other_settings() -> None:
-    """Raise where settings of the compiler would change what compiled blocks keep, or what is drawn again."""
+    """Raise if settings of the compiler would change what compiled blocks keep, or the masks that they draw again."""
     names = {"custom_partitioner_fn": None, "fallback_random": False, "activation_memory_budget": 1.0}
     for name, expected in names.items():
         config: Any = inductor if hasattr(inductor, name) else functorch
@@ -131,11 +128,11 @@ def refuse_other_settings() -> None:
             raise PatchError(f"compile=True: expected {name} = {expected}, got {value}. Set it back, or leave it out.")
 
 
-# So that they are called where a graph is traced, and leave nothing in the graph.
+# Dynamo calls a function of a constant result as it traces, and the call leaves nothing in the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def keep_the_floor(rung: str | None) -> int:
-    """Give what users compile now the partitioner, unless they have one or a budget, until that is done; returns 0."""
-    # Asked here, as Dynamo of PyTorch 2.11 takes it for true; an export tells of no end.
+    """Set ``Floor`` as partitioner until this graph is compiled, unless the user has one or a budget; return 0."""
+    # ``is_exporting`` is asked here, as PyTorch 2.11 traces it as true; an export calls nothing when it ends.
     is_free = inductor.custom_partitioner_fn is None and functorch.activation_memory_budget == 1.0
     if is_free and not torch.compiler.is_exporting():
         _until_compiled(inductor, "custom_partitioner_fn", Floor(rung))
@@ -144,12 +141,12 @@ def keep_the_floor(rung: str | None) -> int:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _see_hooks() -> int:
-    """Else a block with hooks inside runs the graph of one without."""
+    """Have Dynamo guard on hooks, or a block with hooks inside would run the graph of one without; return 0."""
     _until_compiled(dynamo, "skip_nnmodule_hook_guards", False)
     return 0
 
 
-_before: list[tuple[Any, str, Any]] = []  # settings that hold until all that compiles now is done, as they were
+_before: list[tuple[Any, str, Any]] = []  # settings changed until compilation ends, with their values before
 
 
 def _until_compiled(config: Any, name: str, value: Any) -> None:

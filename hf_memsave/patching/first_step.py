@@ -1,6 +1,6 @@
-"""What is said of the first training step: a line, or a warning where next to nothing is freed; once.
+"""The log of the first training step: one line, or a warning where next to nothing is freed.
 
-What blocks would keep that the caller's gradient checkpointing runs again is not counted.
+Not counted is what blocks keep while the caller's gradient checkpointing runs them again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import SMALLEST_NBYTES
 from hf_memsave.tape.private import is_concrete
 
-#: Where a module finds the ledger that waits to count its next forward; and a model, that of its first step.
+#: Attributes of a model: the ledger that waits to count its next forward, and the ledger of its first step.
 LEDGER, FIRST = "_memsave_ledger", "_memsave_first_step"
-#: Parts of what would be kept: a model, or one setting, that frees less is warned of.
+#: Fractions of what would be kept: a warning tells of a model, or of one setting, that frees less.
 _LEAST, _LEAST_OF_ONE = 0.05, 0.01
-#: The part of what stock would keep that is rounded to nothing.
+#: The fraction of what stock would keep that counts as nothing.
 _ROUNDS = 0.005
-#: How many times a model is counted that trains other parameters each time.
+#: Most steps of a model that are counted, one for each set of parameters that it trains.
 _MOST = 8
-#: Kinds that are named, and the part of the largest that each is at least.
+#: Most kinds that are listed, and the least fraction of the largest for each.
 _TOP, _SMALL = 5, 0.03
 
 
 def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
-    """The first forward of ``module`` was counted."""
+    """Log what ``step``, the counted first forward of ``module``, kept; if parts are compiled, mark it uncounted."""
     if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in module.modules()):
         step.is_counted, step.uncounted = False, "parts of the model are compiled, and what those keep is theirs"
         return
@@ -43,7 +43,7 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
 
 
 def trained_in(model: nn.Module) -> int:
-    """A number that changes as parameters are frozen or trained, or come with adapters."""
+    """Return a hash that changes when parameters of ``model`` are frozen, unfrozen, or added with adapters."""
     modules, parameters = list[nn.Module | None]([model]), list[nn.Parameter | None]()
     for module in modules:  # which grows: ``model.parameters()`` takes ten times as long
         if module is not None:
@@ -53,7 +53,7 @@ def trained_in(model: nn.Module) -> int:
 
 
 def waiting(module: nn.Module, trained: int) -> Ledger | None:
-    """The ledger that waits for the next forward of ``module``; that of its first step once more, if others train."""
+    """Return the ledger that waits for the next forward of ``module``: the first step's again, if others train now."""
     own = module.__dict__
     ledger, step = own.get(LEDGER), own.get(FIRST)
     if ledger is None and step is not None and 0 < len(step.told) < _MOST and module.training and not is_measuring():
@@ -64,7 +64,7 @@ def waiting(module: nn.Module, trained: int) -> Ledger | None:
 
 
 def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
-    """What a step kept, of what, and what freed it, in people's words."""
+    """Describe in sentences what a step kept, of how much in stock, and what freed the rest."""
     rung, again = config.checkpoint, step.nbytes_recomputed
     whole = "blocks run again" + (", MLPs in rows" if rung == "tiles" else "")
     runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
@@ -82,7 +82,7 @@ def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
 
 
 def kept(step: Ledger) -> str:
-    """What a step keeps, and the part of stock's that this frees."""
+    """Describe the bytes that a step keeps, and the fraction of stock's that is freed."""
     away, stock = step.nbytes_offloaded, step.nbytes_stock
     more, here = step.nbytes_kept + away - stock, gib(step.nbytes_kept) if step.nbytes_kept else "nothing"
     here = f"keeps {here} for backward" + (f", and {gib(away)} in main memory," if away else "")
@@ -96,7 +96,7 @@ def kept(step: Ledger) -> str:
 
 
 def kinds(step: Ledger, what: str) -> str:
-    """Bytes of ``what`` by kind, the most first, without those that are small beside it."""
+    """List the bytes of ``what`` (``"kept"``, ``"avoided"``, ...) by kind, the largest first, without small kinds."""
     found = list(step.by_kind(what).items())[:_TOP]
     return ", ".join(f"{kind} {gib(n)}" for kind, n in found if n >= _SMALL * found[0][1])
 
@@ -106,7 +106,7 @@ def kinds(step: Ledger, what: str) -> str:
 
 def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> bool:
     """Warn of settings that cost something and free nothing; return whether the first step frees next to nothing."""
-    # Where the caller has turned on that blocks run again, they decide what is kept: nothing is said of exact settings.
+    # The caller's gradient checkpointing, where it is on, decides what is kept: no exact setting is warned of.
     model, kept, total = type(module).__name__, step.nbytes_kept, step.nbytes_stock
     is_rerun = step.is_checkpointed_in_stock
     if step.uncounted:

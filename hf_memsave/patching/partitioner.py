@@ -1,7 +1,7 @@
 """The floor and its rungs under ``torch.compile``: what Inductor hands from a forward graph to its backward graph.
 
-Inductor cuts the joint graph of forward and backward where the fewest bytes cross. Left to itself it keeps masks, as
-random numbers of a kept seed are missing in its list of what may run again; and a budget below 1 runs attention again.
+Inductor cuts the joint graph of forward and backward where the fewest bytes cross. By default it keeps dropout
+masks, as its list of what may run again lacks random numbers of a kept seed; a budget below 1 runs attention again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch import is_run_again
 
-#: Changes with what the class does: Inductor's caches of compiled graphs go by it.
+#: Part of the key of Inductor's caches of compiled graphs: raise it when ``Floor`` changes what it keeps.
 VERSION = 1
-#: As eager's tape: what costs nothing to have again is not kept, however far away or long the chain.
+#: Settings of the partitioner, to recompute as the tape does: what is cheap, however far away or long the chain.
 RULES = {
     "activation_memory_budget": 1.0,
     "ban_recompute_used_far_apart": False,
@@ -34,9 +34,9 @@ _CHEAP = {"inductor_random", "inductor_randint", "inductor_lookup_seed", "cat", 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
-@dataclass(frozen=True, repr=False)  # equal ones are, or Dynamo compiles each block, as of another backend
+@dataclass(frozen=True, repr=False)  # equal, or Dynamo would compile each block for its own backend
 class Floor(CustomPartitionerFn):
-    """Keeps what the tape keeps: no mask, and no product that the rung runs again.
+    """A partitioner that keeps what the tape keeps: no mask, and no product that the rung runs again.
 
     Args:
         rung: As :attr:`MemSaveConfig.checkpoint`; "block" alone runs attention again.
@@ -45,9 +45,9 @@ class Floor(CustomPartitionerFn):
     rung: str | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph that ``gm`` is cut into."""
+        """Cut the joint graph ``gm`` into a forward and a backward graph."""
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-        is_of_blocks = any(map(_block, calls))  # a block that is compiled by itself is in no stack of modules
+        is_of_blocks = any(map(_block, calls))  # a block that is compiled alone is in no stack of modules
         for node in calls:
             if "recompute" in node.meta:  # a user's checkpoint
                 continue
@@ -55,7 +55,7 @@ class Floor(CustomPartitionerFn):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             elif _is_cheap(node) or self._is_run_again(node) and bool(_block(node)) == is_of_blocks:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-        # Inputs are held by others, or kept in any case: what is made of them is not kept beside them.
+        # Inputs are held by others, or kept in any case: nothing that is made from them is kept beside them.
         if "static_lifetime_input_indices" in kwargs:
             kwargs["static_lifetime_input_indices"] = list(range(len(gm.graph.find_nodes(op="placeholder"))))
         with config.patch({name: value for name, value in RULES.items() if hasattr(config, name)}):
@@ -72,35 +72,35 @@ class Floor(CustomPartitionerFn):
         return any(is_run_again(path, self.rung) for path in paths)
 
     def uuid(self) -> Any:
-        """What Inductor's caches tell partitioners apart by."""
+        """Return the key by which Inductor's caches distinguish partitioners."""
         return "hf_memsave", VERSION, self.rung
 
 
 def _name(node: fx.Node) -> str:
-    """The name of the op that a node calls."""
+    """Return the name of the op that ``node`` calls."""
     return getattr(node.target, "_opname", "") or str(node.target)
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Whether a node is a mask or what masks and rotations are made by."""
+    """Return whether ``node`` makes a mask, or is an op by which masks and rotary embeddings are made."""
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     is_mask = is_pointwise and getattr(node.meta.get("val"), "dtype", None) == torch.bool
     return is_mask or _name(node) in _CHEAP
 
 
 def _modules(node: fx.Node) -> list[tuple[str, Any]]:
-    """Paths and classes of the modules around a node, outermost first."""
+    """Return the paths and classes of the modules around ``node``, outermost first."""
     return list((node.meta.get("nn_module_stack") or {}).values())
 
 
 def _block(node: fx.Node) -> str | None:
-    """The path of the outermost repeated block around a node."""
+    """Return the path of the outermost repeated block around ``node``; None outside every block."""
     paths = (p for p, cls in _modules(node) if isinstance(cls, type) and issubclass(cls, GradientCheckpointingLayer))
     return next(paths, None)
 
 
 def _leaves_block(node: fx.Node) -> bool:
-    """Whether another block, or what lies around the blocks, takes what a node of a block makes."""
+    """Return whether ``node`` is in a block and its result is used outside of that block."""
     block = _block(node)
     # Nodes of the backward have no modules around them.
     return block is not None and any(_modules(user) and _block(user) != block for user in node.users)

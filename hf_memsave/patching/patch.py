@@ -38,7 +38,7 @@ _UNCALLED = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Kept memory of one batch, stock beside patched."""
+    """The memory that one batch keeps, in stock and patched."""
 
     stock: Kept
     patched: Kept
@@ -50,12 +50,12 @@ class Comparison:
 
 
 class PatchReport:
-    """Returned by :func:`~hf_memsave.patch`; prints as a few lines.
+    """The result of :func:`~hf_memsave.patch`; prints as a few lines.
 
     Attributes:
         config: What was asked for.
-        sites: The models and blocks covered, and every module that is approximated, sampled or left to stock: those
-            ``patched`` and those ``skipped``, each for a reason.
+        sites: The models and blocks covered, and every module that is approximated, sampled, fused or left to stock:
+            the ``patched`` and the ``skipped`` ones, these for a reason.
         covered: How many models and repeated blocks a tape covers, in words.
         step: What the first forward with gradients, in training mode, kept and avoided; empty before.
     """
@@ -78,7 +78,7 @@ class PatchReport:
 
     @property
     def added(self) -> tuple[str, ...]:
-        """Paths of sites that came since, such as adapters: the next :func:`patch` of the model covers them."""
+        """Paths of modules added since, such as adapters, that the next :func:`patch` of the model covers."""
         model = self._model()
         if model is None or not any(is_patched(module) for module in model.modules()):
             return ()
@@ -184,7 +184,7 @@ class PatchReport:
 
 
 def _classes(model: nn.Module | None) -> list[tuple[nn.Module, str]]:
-    """Modules, each with what to call its class: "Block", or "module.Block" where another one has that name too."""
+    """Return modules with names of their stock classes: "Block", or "module.Block" if two classes are named so."""
     found = {} if model is None else {module: stock_class(module) for module in model.modules()}
     count = Counter(cls.__name__ for cls in set(found.values()))
     name = {c: c.__name__ if count[c.__name__] == 1 else f"{c.__module__}.{c.__qualname__}" for c in found.values()}
@@ -194,10 +194,19 @@ def _classes(model: nn.Module | None) -> list[tuple[nn.Module, str]]:
 def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False, **fields: Any) -> PatchReport:
     """Make fine-tuning ``model`` keep less memory, in place.
 
-    Idempotent. Parameters, buffers, state dict and class names stay as they are, and so do the classes of all modules
-    but the model and its checkpointable blocks (and those of what a config approximates or samples). A model that
-    cannot be patched is left untouched. A layer patched by itself frees what it keeps, in any model around it; what the
-    layers after it keep of its output, they keep as in stock.
+    Idempotent. Parameters, buffers, state dict and class names do not change; the model, its repeated blocks, and
+    modules that are approximated, sampled or fused get a subclass of their class. A model that cannot be patched is
+    left untouched. A layer may be patched alone, in any model: layers after it keep its output as in stock.
+
+    Example:
+        >>> import torch, transformers
+        >>> from hf_memsave import patch
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256)).train()
+        >>> report, ids = patch(model), torch.ones(4, 32, dtype=torch.long)
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> report.covered, report.step.freed_fraction > 0.4
+        ('1 model and 2 repeated blocks covered', True)
 
     Args:
         model: Any module that has parameters or other modules.
@@ -242,7 +251,7 @@ def unpatch(model: nn.Module) -> None:
     """Give every patched module of ``model`` its stock class back; does nothing to a stock model.
 
     Raises:
-        PatchError: Another tool has wrapped a patched class since, and the model is left as it is; or it is no module.
+        PatchError: Another tool has put its class over a patched one, and the model stays patched; or it is no module.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(not_a_module("unpatch(model)", model))
@@ -250,7 +259,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _step_of(models: Sequence[tuple[nn.Module, Any]]) -> Ledger | None:
-    """What has counted, or waits to count, the first step of the model that these cover; None for another one."""
+    """Return the ledger of the first step that all ``models`` share; None if they train other parameters by now."""
     steps = {module.__dict__.get(FIRST) for module, _ in models}
     step: Ledger | None = steps.pop() if len(steps) == 1 else None
     is_it = step is not None and (not step.told or any(trained_in(module) in step.told for module, _ in models))
@@ -258,7 +267,7 @@ def _step_of(models: Sequence[tuple[nn.Module, Any]]) -> Ledger | None:
 
 
 def _wait_with(model: nn.Module, step: Ledger, is_waiting: bool) -> None:
-    """Have the covered models of ``model`` know ``step``, and count their next forward with it where that waits."""
+    """Make ``step`` the first step of all covered models in ``model``; if it ``is_waiting``, it counts the next one."""
     for module, _ in patched_models(model):
         mark_buffers(module)
         module.__dict__[FIRST] = step

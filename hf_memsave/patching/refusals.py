@@ -1,4 +1,4 @@
-"""Checking, before anything is changed, that a model can be patched: an error names the module and the remedy."""
+"""Checks, before anything is changed, that a model can be patched: an error names the module and the remedy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from hf_memsave.patching.swap import stock_class
 
 
 def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool = False) -> None:
-    """Raise the first reason why ``model`` cannot be patched with ``config``, of which collecting gave ``found``.
-
-    Raises:
-        PatchError: See :func:`~hf_memsave.patch`; ``replace`` allows another config than the one there.
-    """
+    """Raise a PatchError if ``model`` cannot be patched with ``config``, or, unless ``replace``, has another config."""
     _refuse_foreign_patches(model)
     for error in found.errors:
         raise error
@@ -42,12 +38,12 @@ def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool =
 
 
 def _names_in(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
-    """The last names of the modules of these classes."""
+    """Return the last path components of modules whose stock class is among ``paths``, sorted."""
     return sorted({name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in paths})
 
 
 def _refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Module) -> None:
-    """Raise where nothing runs again, though that was asked for."""
+    """Raise if ``checkpoint`` was asked for and no module of ``model`` runs again."""
     asked, blocks = ([site for site in sites if site.op == op] for op in ("run_again", "block"))
     if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
         return
@@ -69,7 +65,7 @@ def _refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mo
 
 
 def _refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    """Raise where a target of sampling is no linear (adapters may be added later), or attention not the eager one."""
+    """Raise if a target of WTACRS is no linear (adapters may come later), or attention to sample is not eager."""
     sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
     for target in config.targets or ():
         if target not in ("lora_A", "lora_B") and not any(f".{target}." in path for path in sampled):
@@ -101,7 +97,7 @@ def _refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module)
 
 
 def _refuse_nothing(model: nn.Module) -> None:
-    """Raise for a module that autograd keeps no tensor for: without parameters or parts, and no known activation."""
+    """Raise for a module that autograd keeps no tensor for: no parameters, no children, and no known activation."""
     is_known = type(model).__module__.startswith("torch.nn.modules") or kind_of(type(model)) is not None
     if not is_known and next(model.parameters(), None) is None and next(model.children(), None) is None:
         raise PatchError(
@@ -111,7 +107,7 @@ def _refuse_nothing(model: nn.Module) -> None:
 
 
 def _refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
-    """Raise where norms are to be cached by sample, and no model in ``model`` sees the batch."""
+    """Raise if norms are to be cached by sample, and no Transformers model in ``model`` sees the batch."""
     if config.linear is None or config.linear.cache not in ("sample_idx", "content"):
         return
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
@@ -123,7 +119,7 @@ def _refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
 
 
 def _refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemSaveConfig) -> None:
-    """Raise where no block is to be compiled, or the compiler is set to keep or to draw otherwise."""
+    """Raise if ``compile`` finds no block, or settings of the compiler change what is kept or drawn again."""
     if not config.compile:
         return
     if not any(site.op == "block" and site.status == "patched" for site in sites):
@@ -137,7 +133,7 @@ def _refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemS
 
 
 def _refuse_foreign_patches(model: nn.Module) -> None:
-    """Raise where another tool has replaced a forward already."""
+    """Raise if ``model`` was traced or scripted, or Liger-Kernel has replaced a forward."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             raise PatchError(
@@ -155,5 +151,5 @@ def _refuse_foreign_patches(model: nn.Module) -> None:
 
 
 def _short(config: MemSaveConfig) -> str:
-    """The fields that are not the exact default's."""
+    """Describe ``config`` in an error."""
     return f"{config}" if config != MemSaveConfig() else f"{config}, the exact default"

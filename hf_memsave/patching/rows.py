@@ -5,13 +5,13 @@ With checkpoint="tiles", inside a block that runs again, the largest such submod
     forward     y[rows] = module(x[rows])                    some thousand rows of x ``[*, H]`` at a time
     backward    dx[rows], dw += the gradients of module(x[rows])
 
-So an MLP's wide tensors are never there for all rows at once. Attention, residual sums and all between submodules run
-as in stock. So runs, with "block" too, the norm between blocks and head, which in Python makes six copies in fp32.
-Exact: each part's gradients of weights are summed in fp32, and handed to autograd once.
+So an MLP's wide tensors never exist for all rows at once. Attention, residual sums and all between submodules run as in
+stock. The norm between blocks and head, whose Python code makes six copies in fp32, runs in rows with "block" too.
+Exact: weight gradients are summed over the parts in fp32, and returned to autograd once.
 
-That a submodule mixes no rows is found by running it. Before its first use in each of its states it runs on some of the
+Whether a submodule mixes rows is found by running it. Before its first use in each of its states it runs on some of the
 model's own rows: with a NaN or other numbers in a few of them, and in two parts, forward and backward. In each forward
-a few rows, far apart, run once more, and must come out as they did among others. What fails runs whole.
+a few rows, far apart, run once more, and must give what they gave among others. A module that fails runs whole.
 Source: Chen et al. (2016), arXiv:1604.06174, for what runs again in parts.
 """
 
@@ -55,31 +55,31 @@ from hf_memsave.tape.tape import MADE
 
 #: Rows of all sequences that run at a time where ``tiles="auto"``.
 ROWS = 4096
-#: Rows that a module is tried with, and that each forward computes once more.
+#: Most rows that a module is tried with, and that each forward computes once more.
 _TRIED, _CHECKED = 64, 16
-#: Copies of its input in fp32 that a norm makes in backward, and the part of a chunk of the loss that they may take.
+#: Copies of its input in fp32 that a norm makes in backward; they may take 1/_PART of a chunk of the loss.
 _COPIES, _PART = 6, 8
-#: Of each module, by its state: the names of its parameters that want gradients, and why it runs whole, or "".
+#: Module -> its state -> names of its parameters that require gradients, None if it runs whole; and why, or "".
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[list[str] | None, str]]] = weakref.WeakKeyDictionary()
-#: Where a checkpoint's frame, and a tape, find which calls ran in rows, and how many there were.
+#: Where a checkpoint's frame has which calls, by number, ran in rows; and a tape how many calls there were.
 _DECIDED = "_memsave_rows"
-#: States of a module that are remembered.
+#: Most states of a module that are remembered.
 _MOST = 99
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _PARTS = ("_modules", "_buffers")
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
-#: What a module raises that cannot run on some rows.
+#: Errors of a module that cannot run on some rows.
 _FAILURES = RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError
-#: Why what may be no MLP or norm runs whole, of which no log tells.
+#: Why a module runs whole that may be neither MLP nor norm: the one reason that is not logged.
 _OTHER = "it gives no tensor with a row for each of its input's, and no wider"
 
 
 class CannotRunInRowsError(MemSaveError):
-    """A module does what some rows at a time cannot; the message says what."""
+    """A module cannot run on some rows at a time; the message says why."""
 
 
 def may_run_in_rows(module: nn.Module, cls: Any) -> bool:
-    """Whether to try a module of a stock class: no attention, router, container, or single function of PyTorch's."""
+    """Return whether to try ``module``, of stock class ``cls``: no attention, router, container or single function."""
     if kind_of(cls) in ("norm", "attention"):
         return kind_of(cls) == "norm" and not cls.forward.__module__.startswith("torch.")
     within = [(child, parent) for parent in module.modules() for child in parent._modules.values()]
@@ -89,30 +89,30 @@ def may_run_in_rows(module: nn.Module, cls: Any) -> bool:
 
 
 def forget(module: nn.Module) -> None:
-    """Have ``module`` be tried again."""
+    """Forget what trying ``module`` gave, so that it is tried again."""
     _found.pop(module, None)
 
 
 def reasons(module: nn.Module) -> list[str]:
-    """Of each state in which ``module`` was to run in rows: why it ran whole, or ""."""
+    """Return, for each state in which ``module`` was to run in rows, why it ran whole, or ""."""
     return [why for _, why in _found.get(module, {}).values()]
 
 
 def run_in_rows(module: nn.Module, forward: Callable[..., Any], rows: int | str, args: Any, kwargs: Any) -> Any:
-    """``forward(module, *args)`` on some rows at a time; NotImplemented where it is to run whole.
+    """Run ``forward(module, *args)`` on some rows at a time; return NotImplemented if it is to run whole.
 
     Args:
-        module: Of a block that runs again, or the norm after them.
-        forward: Its stock class's.
-        rows: How many tokens of each sequence run at a time; "auto": :data:`ROWS` of all; "norm": as a chunk allows.
-        args: What it is called with; in rows, tensors ``[*, H]`` of as many rows each.
-        kwargs: Likewise; in rows, none.
+        module: A submodule of a block that runs again, or the norm after the blocks.
+        forward: The forward of its stock class.
+        rows: Tokens of each sequence at a time; "auto": :data:`ROWS` of all sequences; "norm": by a chunk of the loss.
+        args: The arguments: to run in rows, tensors ``[*, H]`` of equally many rows.
+        kwargs: The keyword arguments: with any, it runs whole.
 
     Returns:
         The output ``[*, out]``.
 
     Raises:
-        CannotRunInRowsError: In backward, of what ran in rows in its forward.
+        CannotRunInRowsError: In backward, if it ran in rows in its forward and now cannot.
     """
     if kwargs or not args or torch.compiler.is_compiling() or (tape := current()) is None:
         return NotImplemented
@@ -121,13 +121,13 @@ def run_in_rows(module: nn.Module, forward: Callable[..., Any], rows: int | str,
         return NotImplemented
     most = rows * (x.shape[0] if x.dim() > 2 else 1) if isinstance(rows, int) else ROWS
     most = _rows_of_norm(module, x) if rows == "norm" else most
-    # Of two arguments, a dense layer and its residual sum, unless it makes what is wider than those.
+    # A module of two arguments adds a residual to a dense layer: not worth it, unless it makes wider tensors.
     is_worth = (
         len(args) == 1 or first_of_experts(module) or any(max(p.shape) > x.shape[-1] for p in module.parameters())
     )
     if not 0 < most < x.shape[:-1].numel() or not x.is_floating_point() or not is_worth:
         return NotImplemented
-    # A block that runs again in backward does as it did: by the number of the call.
+    # A block that runs again in backward runs each of its calls, by number, as in its forward.
     frame = None if tape.outer is None else checkpoint_frame(tape.outer)[0]
     decided = {} if frame is None else vars(frame).setdefault(_DECIDED, {})
     number = tape.memo[_DECIDED] = tape.memo.get(_DECIDED, 0) + 1
@@ -138,27 +138,27 @@ def run_in_rows(module: nn.Module, forward: Callable[..., Any], rows: int | str,
         run.names = decided[number] if number in decided else _names_of(run, args)
         if run.names is not None:
             given = *args, *run.parameters()
-            run.versions = [g._version for g in given[len(args) :] if frame is None]  # a block reads those of then
+            run.versions = [g._version for g in given[len(args) :] if frame is None]  # a rerun reads those of backward
             is_asked = number in decided and any(g.requires_grad for g in given)
-            held = [tape.pack(a) for a in args] if is_asked else []  # so that a rerun that needs no more ends here
+            held = [tape.pack(a) for a in args] if is_asked else []  # a checkpoint's early stop ends the rerun here
             y = run_counted(tape, "rows", partial(_InRows.apply, run, *given), partial(forward, module), args, module)
             del held
             if kind_of(type(module)) == "norm":
-                tape.record(y, run, given)  # so that it is made again, where what follows asks for it
+                tape.record(y, run, given)  # so that it is recomputed for functions after it
     except CannotRunInRowsError as error:
         if number in decided:
             raise
         run.names, _found[module][run.key] = None, (None, str(error))
         if str(error) != _OTHER:
             warn_once(f"hf_memsave: {type(module).__name__} runs whole, and not in rows: {error}.")
-        if run.masks.again:  # run whole, it draws them as in stock
+        if run.masks.again:  # run whole, it draws masks as in stock
             generator.set_state(state)
     decided.setdefault(number, run.names)
     return y
 
 
 def _names_of(run: _Run, args: Sequence[Tensor]) -> list[str] | None:
-    """The parameters of a module that want gradients, None where it runs whole; tried in each of its states once."""
+    """Return the names of the parameters that require gradients, None if it runs whole; try each state once."""
     if are_all_watched():  # by hooks that would see parts
         return None
     known = _found.setdefault(run.module, {})
@@ -172,19 +172,19 @@ def _names_of(run: _Run, args: Sequence[Tensor]) -> list[str] | None:
 
 
 def _rows_of_norm(module: nn.Module, x: Tensor) -> int:
-    """How many rows the last norm runs at a time; 0 while its copies are small, or change bits by the order of sums."""
+    """Return how many rows the last norm runs at a time; 0 for all, while its copies are small beside a chunk."""
     of_row, chunk = _COPIES * max(x.itemsize, 4) * x.shape[-1], chunked_loss.CHUNK
-    few = chunk if any(p.requires_grad for p in module.parameters()) else chunk // _PART
+    few = chunk if any(p.requires_grad for p in module.parameters()) else chunk // _PART  # in parts, sums change bits
     is_small = x.shape[:-1].numel() * of_row <= few
     return 0 if is_small else max(1, min(chunk, max(chunk // _PART, x.nbytes)) // of_row)
 
 
 class _Run:
-    """One call of a module: its forward under the autocast of now, and which rows of its arguments run at a time."""
+    """One call of a module: its forward, the autocast around it, and which rows of its arguments run at a time."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], args: Sequence[Tensor], most: int) -> None:
         self.module, self.forward, self.count = module, forward, len(args)
-        self.names: list[str] | None = None  # of its parameters that want gradients
+        self.names: list[str] | None = None  # of its parameters that require gradients
         self.versions: list[int] = []
         self.key: Any = None
         self.lead, kind = args[0].shape[:-1], args[0].device.type
@@ -199,7 +199,7 @@ class _Run:
         self.masks = _Masks(rows, [*self.parts, self.checked], [])
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters that want gradients, read anew: FSDP2 may have replaced them since the forward."""
+        """Return the current parameters that require gradients: FSDP2 may have replaced them since the forward."""
         return [self.module.get_parameter(name) for name in self.names or ()]
 
     def flat(self, x: Tensor) -> Tensor:
@@ -208,11 +208,11 @@ class _Run:
 
     @contextlib.contextmanager
     def as_stock(self, masks: _Masks, module: nn.Module | None = None) -> Iterator[Callable[..., Any]]:
-        """Gives the forward as it runs in stock, under no tape; what it raises says that it cannot run in rows."""
+        """Give the stock forward, to run under no tape; turn errors but out-of-memory into CannotRunInRowsError."""
         tape = isinstance(innermost_mode(), Tape)
         try:
             with without(tape, False), saved_tensors_hooks(Tensor.detach, Tensor.detach), masks:
-                # A cast without a graph must not be shared with what wants one.
+                # No cache of casts: one made without a graph must not serve code that needs a gradient.
                 with torch.autocast(*self.autocast, cache_enabled=False):
                     yield partial(masks.run, partial(self.forward, module or self.module))
         except torch.OutOfMemoryError:
@@ -222,10 +222,10 @@ class _Run:
             raise CannotRunInRowsError(f"its code fails on some rows ({type(error).__name__}: {first})") from error
 
     def are_near(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether rows are as expected, but for a few roundings; what is not finite is so in both."""
-        _, low, is_on = self.autocast  # else some parts may be in fp32 even where a model is in fp64
+        """Return whether rows are equal but for a few roundings, and not finite at the same places."""
+        _, low, is_on = self.autocast
         dtype = next((d for d in (low if is_on else None, expected.dtype) if d in HALVES), None)
-        slack = 2 * torch.finfo(dtype).eps if dtype else 64 * torch.finfo(torch.float32).eps
+        slack = 2 * torch.finfo(dtype).eps if dtype else 64 * torch.finfo(torch.float32).eps  # also in fp64
         is_finite, of = expected.isfinite(), expected.float()
         error = torch.where(is_finite, found.float() - of, 0).norm(dim=-1)
         most = torch.where(is_finite, of, 0).norm(dim=-1).max()
@@ -250,7 +250,7 @@ class _Run:
         return y  # type: ignore[no-any-return]
 
     def gradients(self, args: Sequence[Tensor], wants: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
-        """Return gradients of the arguments and of the parameters, these summed over parts in fp32 or wider."""
+        """Return gradients of ``args``, then of the parameters, summed over the parts in fp32 or wider."""
         parameters = self.parameters()
         flat, dy = [self.flat(a.detach()) for a in args], self.flat(dy)
         self.masks.reset()
@@ -278,7 +278,7 @@ class _Run:
         return [*dxs, *(None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))]
 
     def differentiable(self, args: Sequence[Tensor], wants: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
-        """As :meth:`gradients`, of all rows at once: to be differentiated in turn, or of several incoming gradients."""
+        """Return :meth:`gradients`, computed of all rows at once: for double backward, or for a batch of ``dy``."""
         is_open, cut, is_twice = list[bool](), partial[Any](_Cut.apply), torch.is_grad_enabled()
         with torch.enable_grad(), self.as_stock(_Masks(self.lead.numel(), [slice(None)], self.masks.again)) as forward:
             own = args if is_twice else [a.detach().requires_grad_(a.is_floating_point()) for a in args]
@@ -292,7 +292,7 @@ class _Run:
 
 
 class _InRows(torch.autograd.Function):
-    """Has autograd keep a run's arguments, and gives it gradients of them and of the parameters."""
+    """The autograd node of a run: it keeps the arguments, and returns gradients of them and of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *given: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class _InRows(torch.autograd.Function):
 
 
 class _Cut(torch.autograd.Function):
-    """Gives x; a gradient goes beyond it from when ``is_open`` holds something: the first derivative ends at x."""
+    """The identity, which passes no gradient on while ``is_open`` is empty: the first derivative ends at x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_open: list[bool]) -> Tensor:
@@ -328,15 +328,15 @@ class _Cut(torch.autograd.Function):
 
 
 class _Masks(TorchFunctionMode):
-    """Dropouts of some rows: stock's masks, drawn for all rows at once, and kept in bits while the rows run.
+    """A mode that runs dropouts of some rows with stock's masks, drawn for all rows at once and kept in bits.
 
     Args:
         count: How many rows there are.
-        parts: Those that run together, the ones before the ones after.
-        again: What draws each mask again; filled as they are drawn for the first time. None drops nothing.
+        parts: Indices of the rows that run together, in order.
+        again: Functions that draw each mask again, added as it is drawn for the first time. None drops nothing.
     """
 
-    frame = Frame({}, "seed")  # of what draws for a tape
+    frame = Frame({}, "seed")  # read by functions that draw for a tape
 
     def __init__(self, count: int, parts: Sequence[Any], again: list[Callable[[], Tensor]] | None) -> None:
         super().__init__()
@@ -345,14 +345,14 @@ class _Masks(TorchFunctionMode):
         self.part = self.number = self.rows = 0
 
     def run(self, forward: Callable[..., Any], *xs: Tensor) -> Any:
-        """``forward`` of the next part."""
+        """Run ``forward`` on ``xs``, the rows of the next part."""
         self.number, self.rows = 0, xs[0].shape[:-1].numel()
         out = forward(*xs)
         self.part += 1
         return out
 
     def reset(self) -> None:
-        """The first part runs next."""
+        """Forget the bits, and start over with the first part."""
         self.bits.clear()
         self.part = 0
 
@@ -376,7 +376,7 @@ class _Masks(TorchFunctionMode):
 
     @torch.no_grad()
     def _drawn(self, x: Tensor, p: float, known: list[Callable[[], Tensor]]) -> list[Any]:
-        """The next mask, of all rows, in bits: what gives each part of it, and of what."""
+        """Draw the next mask, of all rows; return a decoder and the bits of it for each part."""
         tape: Any = self
         if self.number == len(known):
             mask, again = mask_of(tape, x.new_empty(*x.shape[:-2], self.count, x.shape[-1]), p)
@@ -386,11 +386,11 @@ class _Masks(TorchFunctionMode):
         return [mask_as_bits(tape, mask[..., part, :].contiguous(), p, not fuses_dropout(x)) for part in self.parts]
 
 
-# What is known of a module before it runs in rows.
+# Trying a module before it runs in rows.
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses what draws random numbers, before it does, and what counts rows, as more than a try has could matter."""
+    """A mode that refuses ops that draw random numbers and, unless ``counts``, ops that sort or count rows."""
 
     def __init__(self, counts: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -405,14 +405,14 @@ class _Watch(TorchDispatchMode):
 
 
 def _tried(run: _Run, args: Sequence[Tensor]) -> list[str]:
-    """The names of the parameters that the module of ``run`` uses, and that want gradients; raises if it mixes rows."""
+    """Try a module on some rows: raise if it mixes them; return names of its used parameters that require gradients."""
     for name, m in run.module.named_modules():
         hooks = m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
         if (any(hooks) and name) or "_hf_hook" in vars(m):
             raise CannotRunInRowsError(f"{name or 'it'} ({type(m).__name__}) has hooks")
     if any(hasattr(p, "ds_id") for p in run.module.parameters()):
         raise CannotRunInRowsError("its parameters are DeepSpeed ZeRO-3's, which come and go")
-    twin = _twin_of(run.module, {})  # so that what it keeps of a call, the module does not
+    twin = _twin_of(run.module, {})  # so that the module keeps nothing of these calls
     tokens = _spread(run.lead[-1], max(2, _TRIED // run.lead[:-1].numel()), args[0].device)
     given = [a.detach()[..., tokens, :] for a in args]
     flat = [run.flat(x) for x in given]
@@ -444,7 +444,7 @@ def _tried(run: _Run, args: Sequence[Tensor]) -> list[str]:
 
 
 class _Outcome(NamedTuple):
-    names: list[str]  # of the parameters that were used, and want gradients
+    names: list[str]  # of the parameters that were used, and require gradients
     of_rows: list[Tensor]  # the output, and gradients of the arguments
     of_weights: list[Tensor]  # gradients of those parameters
 
@@ -452,7 +452,7 @@ class _Outcome(NamedTuple):
 def _step(
     forward: Callable[..., Any], parameters: dict[str, Tensor], wants: Sequence[bool], xs: Sequence[Tensor], first: int
 ) -> _Outcome:
-    """Forward and backward of ``forward(*xs)``, of rows from number ``first`` on."""
+    """Run ``forward(*xs)`` and a backward, of rows from number ``first`` on; raise if it cannot run in rows."""
     xs = [x.clone().requires_grad_(want) for x, want in zip(xs, wants, strict=True)]
     y = forward(*xs)
     if type(y) not in MADE or y.shape[:-1] != xs[0].shape[:-1] or y.shape[-1] > max(x.shape[-1] for x in xs):
@@ -464,7 +464,7 @@ def _step(
     if leaves - {id(one) for one in (*used.values(), *xs)}:
         raise CannotRunInRowsError("it computes with what wants a gradient, and is no parameter of its own")
     n = torch.arange(first * y.shape[-1], first * y.shape[-1] + y.numel(), device=y.device)
-    dy = (n.sin() + n.log1p()).view(y.shape).to(y.dtype)  # whose mean differs from row to row, too
+    dy = (n.sin() + n.log1p()).view(y.shape).to(y.dtype)  # its mean differs from row to row, too
     wanted = [x for x in xs if id(x) in leaves]
     with without_hooks(used.values()):
         found = torch.autograd.grad(y, [*wanted, *used.values()], dy) if leaves else ()
@@ -472,7 +472,7 @@ def _step(
 
 
 def _leaves_of(y: Tensor) -> set[int]:
-    """The ids of all leaves that ``y`` was made of."""
+    """Return the ids of all leaves in the graph of ``y``."""
     todo, seen, found = [y.grad_fn], set[Any](), set[int]()
     while todo:
         if (node := todo.pop()) is not None and node not in seen:
@@ -483,7 +483,7 @@ def _leaves_of(y: Tensor) -> set[int]:
 
 
 def _twin_of(module: Any, known: dict[nn.Module, Any]) -> Any:
-    """A copy of a module and its parts that shares parameters, but no buffer, list or dict."""
+    """Copy a module and its submodules, sharing parameters, but no buffer, list, set or dict."""
     if module not in known:
         known[module] = twin = object.__new__(type(module))
         own = {name: copy.copy(v) if isinstance(v, (dict, list, set)) else v for name, v in vars(module).items()}
@@ -494,7 +494,7 @@ def _twin_of(module: Any, known: dict[nn.Module, Any]) -> Any:
 
 
 def _state_of(module: nn.Module) -> Any:
-    """What decides which code of a module runs, as far as attributes tell, and which parameters want gradients."""
+    """Return a key of the attributes that decide which code runs, and of which parameters require gradients."""
     return tuple(
         (type(m), *(p is not None and p.requires_grad for p in m._parameters.values()))
         + tuple((name, _token(value)) for name, value in vars(m).items() if name not in _PARTS)
@@ -513,12 +513,12 @@ def _token(value: Any, depth: int = 2) -> Any:
 
 
 def _spread(count: int, most: int, device: torch.device) -> Tensor:
-    """Up to so many numbers below ``count``, far apart."""
+    """Return up to ``most`` numbers below ``count``, evenly spread."""
     return torch.linspace(0, count - 1, min(count, most), device=device).long()
 
 
 def _hurt(x: Tensor, rows: list[int], much: float) -> Tensor:
-    """``x`` with NaN, or numbers so many times as large as its own, in ``rows``; integers as they are."""
+    """Return ``x`` with ``rows`` rolled by one feature and multiplied by ``much``, which may be NaN; integers stay."""
     if not x.is_floating_point():
         return x
     other = x.roll(1, -1) * much

@@ -1,4 +1,4 @@
-"""Giving every sampled linear and attention of a patched model its name and its sampler, and taking them back."""
+"""The name and the sampler of every sampled linear and attention of a patched model: set and removed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.patching.swap import patch_of
 from hf_memsave.patching.taped import SAMPLER
 
-#: What wrappers put before a layer's name: a layer keeps its name, and with it its draws and its norms, under all.
+#: Prefixes that wrappers add to a path: a layer's name, by which it draws and caches norms, goes without them.
 _WRAPPED = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")
 
 
 def attach(model: nn.Module) -> None:
-    """Name the sampled layers in ``model`` to one sampler (it stays if it was there); forget those no more sampled."""
+    """Give the sampled layers of ``model``, and no others, one sampler: an earlier one, if it has their config."""
     sampled = {name: module for name, module in model.named_modules() if _config(module) is not None}
     known = {m.__dict__[LAYER].sampler for m in sampled.values() if LAYER in m.__dict__}
     known |= {m.__dict__.pop(SAMPLER) for m in model.modules() if SAMPLER in m.__dict__}
@@ -41,7 +41,7 @@ def attach(model: nn.Module) -> None:
 
 
 def sampler_of(model: nn.Module) -> Sampler | None:
-    """The sampler of the sampled layers in ``model``; None if there are none."""
+    """Return the sampler of the sampled layers in ``model``; None if there are none."""
     return next((m.__dict__[LAYER].sampler for m in model.modules() if LAYER in m.__dict__), None)
 
 

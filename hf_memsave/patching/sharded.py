@@ -1,8 +1,8 @@
-"""Which parameters a sharding engine takes away between forward and backward, and for how long.
+"""Marks of parameters that a sharding engine frees between forward and backward.
 
-FSDP and ZeRO-3 bring a unit's parameters as it begins to run: FSDP's units are the modules that the user wrapped,
+FSDP and ZeRO-3 gather a unit's parameters as it begins to run: FSDP's units are the modules that the user wrapped,
 ZeRO-3's are single layers. A unit that holds a repeated block has them while that block runs; parameters of any other
-are marked as brief, whether or not FSDP2 frees them after this forward: a mark outlives it, and so may its rerun.
+are marked ``is_per_module``, even if FSDP2 does not free them after this forward: marks and reruns outlive it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_memsave.tape.parameters import Sharded
 
 
 def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Content] | None:
-    """What gives the mark of a parameter's storage to a tape around ``model``; None where there is no process group."""
+    """Return a function that gives the tape of ``model`` the mark of a parameter; None without a process group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     if hasattr(next(model.parameters(), None), "ds_id"):
         refuse_zero3(model, rung)
-        _zero3()  # so that tapes know that there are brief ones
+        _zero3()  # sets ``Sharded.any_is_per_module``, which tapes read
     units = _units_of(model)
 
     def mark(parameter: Tensor) -> Content:
@@ -38,12 +38,12 @@ def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Con
 
 
 def frees_after_forward(module: nn.Module) -> bool:
-    """Whether FSDP2 takes the parameters of a unit ``module`` away as its forward ends."""
+    """Return whether FSDP2 frees the parameters of ``module``, a unit, when its forward ends."""
     return any(group._reshard_after_forward for group in _groups(module))
 
 
 def refuse_zero3(model: nn.Module, rung: str | None) -> None:
-    """Raise where linears of ``model`` are to run again, whose weights ZeRO-3 has taken away by then."""
+    """Raise if linears of ``model`` are to run again in backward, where ZeRO-3 has freed their weights."""
     if rung not in (None, "block", "tiles") and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise PatchError(
             f"checkpoint={rung!r}: expected parameters that stay, got DeepSpeed ZeRO-3's, which are gone when a linear "
@@ -58,12 +58,12 @@ def _groups(module: nn.Module) -> Any:
     if (ask := getattr(module, "_get_fsdp_state", None)) is None:
         return ()
     state: Any = ask()
-    groups = getattr(state, "_fsdp_param_groups", None)  # before there were several: one, or None
+    groups = getattr(state, "_fsdp_param_groups", None)  # older PyTorch has one, or None
     return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
 
 
 def _units_of(model: nn.Module) -> list[tuple[Callable[[Tensor], bool], Sharded]]:
-    """Whether a parameter is a unit's, and what marks its storage, of each unit."""
+    """Return, for each FSDP unit, a function that tells whether it owns a parameter, and the mark of these."""
     found: list[tuple[Callable[[Tensor], bool], Sharded]] = []
     for module in model.modules():
         is_whole = module is model or any(isinstance(m, GradientCheckpointingLayer) for m in module.modules())

@@ -1,7 +1,6 @@
-"""Swapping the class of one module instance, and back: the only way this package changes a model's behaviour.
+"""The classes of patched modules, which subclass stock's: swapping a module's class is how a model is changed.
 
-Only ``forward`` differs. It stands in the class body: ``GradientCheckpointingLayer`` wraps it there, and never sees one
-that is assigned later.
+They override ``forward`` in the class body: ``GradientCheckpointingLayer`` wraps it there, and not if assigned later.
 """
 
 from __future__ import annotations
@@ -32,41 +31,41 @@ _FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Patch(NamedTuple):
-    """What one patched class knows."""
+    """The settings of one patched class."""
 
     stock: Any  # the class it replaces
-    config: MemSaveConfig | None = None  # what the module lays a tape for; None where it lays none
-    block: int = 0  # the number of the repeated block that it is
-    op: str | None = None  # what replaces the forward; None if that stays
-    value: Any = None  # what chose the op
-    is_hidden: bool = False  # the instance has a forward of another tool: the tape is laid around the call
-    rung: str | None = None  # what of a block runs again: all of it, or where it is compiled, up to what
-    rows: int | str | None = None  # how many tokens of each sequence run at a time, as run_in_rows takes it
+    config: MemSaveConfig | None = None  # of the tape that the module runs under; None if it needs none
+    block: int = 0  # the number of the repeated block
+    op: str | None = None  # the op that replaces the forward; None if that stays
+    value: Any = None  # the value that chose the op
+    is_hidden: bool = False  # another tool's forward is on the instance: the tape is around ``__call__``
+    rung: str | None = None  # ``checkpoint``, for whole blocks that run again and for compiled graphs
+    rows: int | str | None = None  # the argument of ``run_in_rows``; None if the module runs whole
 
 
 def patch_of(module: nn.Module) -> Patch | None:
-    """What a patched module knows, also under a class that another tool put over ours; None for a stock one."""
+    """Return the patch of a module, also under a class that another tool put over ours; None for a stock one."""
     return getattr(type(module), _PATCH, None)
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether the module's class is one of ours."""
+    """Return whether the module's class is one of ours, or subclasses one."""
     return patch_of(module) is not None
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether another tool (such as FSDP2) has put a class of its own over ours."""
+    """Return whether another tool (such as FSDP2) has put a class of its own over ours."""
     return patch_of(module) is not None and _PATCH not in vars(type(module))
 
 
 def stock_class(module: nn.Module) -> Any:
-    """The class the module has without us."""
+    """Return the class that the module has in stock."""
     patch = patch_of(module)
     return type(module) if patch is None else patch.stock
 
 
 def patched_models(model: nn.Module) -> list[tuple[nn.Module, MemSaveConfig]]:
-    """The outermost modules in ``model`` that lay a tape, and the config that each was patched with."""
+    """Return the outermost modules in ``model`` that run under a tape, each with the config that it is patched with."""
     found: list[tuple[nn.Module, MemSaveConfig]] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -78,7 +77,7 @@ def patched_models(model: nn.Module) -> list[tuple[nn.Module, MemSaveConfig]]:
 
 
 def hides_forward(module: nn.Module) -> bool:
-    """Whether a forward on the instance keeps the class's from being called (Accelerate's wrappers do call it)."""
+    """Return whether a forward on the instance runs instead of the class's (Accelerate's hooks call the class's)."""
     own = module.__dict__.get("forward")
     if own is None or "_hf_hook" in module.__dict__ or _is_from_class(module, own):
         return False
@@ -94,26 +93,26 @@ def _is_ours(method: Any) -> bool:
 
 
 def set_class(module: nn.Module, cls: Any) -> None:
-    """Change the class of one instance, between a stock class and one of ours."""
+    """Set the class of one module, to its stock class or one of ours."""
     module.__class__ = cls
     for name in ("forward", "_old_forward"):  # Accelerate's hooks bind the class's forward, and may leave it there
         if _is_from_class(module, module.__dict__.get(name)):
             setattr(module, name, types.MethodType(cls.forward, module))
 
 
-#: The classes that modules have: another one of the same patch would be another type.
+#: Patch -> its class, as long as a module has it: equal patches share one type.
 _CLASSES: weakref.WeakValueDictionary[Patch, Any] = weakref.WeakValueDictionary()
 
 
 def patched_class(patch: Patch) -> Any:
-    """The subclass of ``patch.stock`` that does what ``patch`` says."""
+    """Return the subclass of ``patch.stock`` that does what ``patch`` says; equal patches give the same one."""
     if (known := _CLASSES.get(patch)) is not None:
         return known
     stock, config, rung = patch.stock, patch.config, patch.rung
 
     @functools.wraps(stock.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
+        # The current patch decides: Accelerate binds a forward to the instance, and calls it after the class changed.
         is_compiling = torch.compiler.is_compiling()
         if is_compiling and config is not None:
             from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
@@ -136,7 +135,7 @@ def patched_class(patch: Patch) -> Any:
             return stock.__call__(self, *args, **kwargs)
         return run_taped(self, now.config, now.block, stock.__call__, args, kwargs)
 
-    if config is not None and asks_for_index(config):  # so that Trainer hands the model that column
+    if config is not None and asks_for_index(config):  # so that Trainer passes that column to the model
         signature = inspect.signature(stock.forward)
         index = inspect.Parameter(INDEX, inspect.Parameter.KEYWORD_ONLY, default=None)
         parameters = sorted([*signature.parameters.values(), index], key=lambda one: one.kind)
@@ -187,7 +186,7 @@ def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _rebuild(patch: Patch) -> nn.Module:
-    """Called by ``copy.deepcopy`` and ``pickle``: an empty module of the patched class, before its state is set."""
+    """Make an empty module of the patched class, whose state ``copy.deepcopy`` or ``pickle`` sets next."""
     cls = patched_class(patch)
     empty: nn.Module = cls.__new__(cls)
     return empty

@@ -1,7 +1,7 @@
-"""What a patched model or block does when it is called: its own forward, under a tape.
+"""The call of a patched model or block: its own forward, under a tape.
 
-Outermost it lays the tape; within one, a repeated block marks where it ends. Under gradient checkpointing a foreign
-hook lies between the block and the model's tape, and the block lays its own. Sampled linears are told which batch runs.
+The outermost module makes the tape; in it, a repeated block tells the tape where it ends. Under gradient checkpointing
+a checkpoint's hooks are between model and block, and the block makes a tape too. The sampler is told which batch runs.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.private import checkpoint_frame, function_in_backward, innermost_hooks
 from hf_memsave.tape.tensors import is_plain, tensors_in
 
-#: Where a block finds the :class:`~hf_memsave.ops.sampled.sampler.Sampler` of the sampled linears in it.
+#: Attribute of a model or block: the :class:`~hf_memsave.ops.sampled.sampler.Sampler` of its sampled linears.
 SAMPLER = "_memsave_sampler"
-#: Where a model finds who owns its buffers.
+#: Attribute of a model: the owner and the name of each of its buffers.
 BUFFERS = "_memsave_buffers"
-#: Where a block whose activations are coded finds its number, and how many forwards it has coded.
+#: Attribute of a module whose activations are coded: its number, and how many forwards it has coded.
 CODED = "_memsave_coded"
-#: Where a class of blocks finds its :class:`~hf_memsave.patching.compiled.CompiledBlocks`.
+#: Attribute of a class of blocks: its :class:`~hf_memsave.patching.compiled.CompiledBlocks`.
 COMPILED = "_memsave_compiled"
-#: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
+#: Keyword argument by which a block that gradient checkpointing runs again gets the batch of its forward.
 BATCH = "_memsave_batch"
 Forward = Callable[..., Any]
 BlockSettings = tuple[Mapping[Any, Any], str, Coders]
 _ALONE = contextlib.nullcontext()
-#: Of each module, the calls of earlier forwards (:class:`~hf_memsave.tape.calls.Calls`).
+#: Module -> the calls of its earlier forwards (:class:`~hf_memsave.tape.calls.Calls`).
 CALLS: weakref.WeakKeyDictionary[nn.Module, dict[int, dict[int, int]]] = weakref.WeakKeyDictionary()
 
 
 @lru_cache(1024)
 def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> BlockSettings:
-    """For the repeated block of this number: handlers of functions, how dropouts are kept, what packs bits."""
+    """Return a tape's settings for block number ``block``: the table, what is kept of dropouts, what packs bits."""
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
     stock += [] if config.frozen else ["frozen"]
-    is_below = config.checkpoint is not None or config.storage is not None  # the floor: so little, bits would be much
+    is_below = config.checkpoint is not None or config.storage is not None  # the floor, where bits are much
     dropout = "small" if config.dropout == "auto" and is_below else config.dropout
     if config.backend == "torch":
         return table_without(*stock), dropout, CODERS
@@ -76,12 +76,12 @@ def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> Block
 
 @cache
 def _fused_table(stock: tuple[str, ...], has_quantized: bool) -> Mapping[Any, Any]:
-    """Some 1000 entries, shared by all blocks and configurations that leave the same to stock."""
+    """Return the table with fused linears: some 1000 entries, shared by all that leave the same kinds to stock."""
     return table_without(*stock) | fused_linear.FUNCTIONS
 
 
 def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-    """``forward(module, *args, **kwargs)`` under a tape, where one can be laid."""
+    """Run ``forward(module, *args, **kwargs)`` under the tape around it, or else a new one, if hooks work here."""
     given = kwargs.pop(BATCH, None)
     index = kwargs.pop(INDEX, None) if asks_for_index(config) else None
     sampler: Sampler | None = module.__dict__.get(SAMPLER)
@@ -128,14 +128,14 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
 def _lay(
     module: nn.Module, settings: BlockSettings, config: MemSaveConfig, forward: Forward, args: Any, kwargs: Any
 ) -> Any:  # fmt: skip
-    """The forward under a tape of its own."""
+    """Run the forward of ``module`` under a tape of its own."""
     codec = None
     if config.storage is not None:
         index, forward_number = module.__dict__.get(CODED, (0, 0))
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
-    # A foreign hook outside is that of a checkpoint, which holds what the block is called with. A batch is not held:
-    # Trainer lets go of it before backward, and a collator may fill the same tensors again.
+    # Hooks outside are a checkpoint's, which holds the arguments of the block. A batch is not held: Trainer lets go of
+    # it before backward, and a collator may fill the same tensors again.
     given = list(tensors_in((*args, *kwargs.values())))
     is_alone = innermost_hooks() is None
     held = [] if is_alone else given
@@ -148,10 +148,10 @@ def _lay(
     if ledger is None and not is_alone:
         told, is_within = _told_within(module, kwargs)
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
-    offload = Offload() if config.offload and is_alone else None  # where there is no foreign hook
+    offload = Offload() if config.offload and is_alone else None  # where no hooks are outside
     frame = Frame(*settings, recomputed=weights_in(module) if config.checkpoint else ())
     head = _head_below(module) if config.loss == "chunked" else None
-    if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
+    if isinstance(head, nn.Linear) and not is_parametrized(head):  # a parametrized weight is computed at each read
         frame = frame._replace(head=head, logits=functools.partial(of_linear, fuses_loss=config.backend != "torch"))
     new = Tape(frame, codec, held, told, calls, mark_of(module, config.checkpoint), offload)
     try:
@@ -176,14 +176,14 @@ def _lay(
 
 
 def _head_below(module: nn.Module) -> nn.Module | None:
-    """The head of the model that ``module`` is or wraps; None for one that FSDP2 frees after the forward."""
+    """Return the head of the model that ``module`` is or wraps; None if FSDP2 frees it after the forward."""
     if frees_after_forward(module):
         return None
     return head_of(next((m for m in module.modules() if isinstance(m, PreTrainedModel)), module))
 
 
 def _before_forward(module: nn.Module, given: Iterable[Tensor], trained: int) -> Ledger | None:
-    """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward of ``given``."""
+    """Mark buffers that ``.to()`` has replaced; return the ledger that counts this forward, of ``given`` tensors."""
     own = module.__dict__
     for owner, name in own.get(BUFFERS, ())[:1]:
         buffer = owner._buffers.get(name)
@@ -206,19 +206,19 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor], trained: int) ->
 
 
 def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Ledger | None, bool]:
-    """Where a tape under a foreign hook counts, None where stock runs it again too; and whether we run it again."""
+    """Return the ledger of a tape within other hooks, None if stock reruns it too; and whether our patch reruns it."""
     around = private.innermost_mode()
     ledger, is_within = (around.ledger, around.is_within) if isinstance(around, Tape) else (None, False)
     frame = checkpoint_frame()[0]
     if ledger is None or is_within or frame is None:
         return ledger, is_within
-    is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
+    is_ours = runs_again(module)  # its positional arguments the checkpoint asks the model's tape to keep
     ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
     return ledger if is_ours else None, is_ours
 
 
 def mark_buffers(model: nn.Module) -> None:
-    """Tell tapes what is alive whether they keep it or not (parameters tell by themselves)."""
+    """Mark the storages of buffers, which are alive whether a tape keeps them or not (parameters need no mark)."""
     owners = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None and not is_lazy(b)]
     for module, name in owners:
         with contextlib.suppress(NotImplementedError):  # sparse
@@ -228,12 +228,12 @@ def mark_buffers(model: nn.Module) -> None:
 
 
 def asks_for_index(config: MemSaveConfig) -> bool:
-    """Whether the model takes a column of sample indices, for the cache of its sampler."""
+    """Return whether the model takes a column of sample indices, for the cache of its sampler."""
     return config.linear is not None and config.linear.cache == INDEX
 
 
 def call_with_batch(call: Any) -> Any:
-    """``__call__`` of a block that may be checkpointed: what it is called with comes back when it is run again."""
+    """Wrap a block's ``__call__`` to pass the batch as an argument, which a checkpoint passes again in its rerun."""
 
     @functools.wraps(call)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
