@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.logs import logger
-from hf_memsave.patching.blocks import block_numbers, number_of
+from hf_memsave.patching.blocks import block_at, block_numbers
 from hf_memsave.patching.collect import collect
 from hf_memsave.patching.patch import patch
 from hf_memsave.patching.refusals import check
@@ -36,7 +36,7 @@ def inject_adapter(stock: Callable[..., Any], tuner: Any, model: Any, name: str,
         around = max(filter(f"{path}.".startswith, configs), key=len, default=None)
         if around is None or not isinstance(module, BaseTunerLayer):
             continue
-        found = collect(module, configs[around], prefix=path, block=number_of(path, numbers))
+        found = collect(module, configs[around], prefix=path, block=block_at(path, numbers) or 0)
         if found.errors:
             logger.warning("The adapter in %s stays as PEFT made it: %s", path, found.errors[0])
         for added, change in found.patches.items():

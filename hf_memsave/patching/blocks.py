@@ -24,11 +24,6 @@ def block_at(name: str, numbers: Mapping[str, int]) -> int | None:
     return next((numbers[path] for i in range(len(parts) + 1) if (path := ".".join(parts[:i])) in numbers), None)
 
 
-def number_of(name: str, numbers: Mapping[str, int]) -> int:
-    """Return what :func:`block_at` returns, but 0 outside every block."""
-    return block_at(name, numbers) or 0
-
-
 def head_of(model: nn.Module) -> nn.Module | None:
     """Return the module of ``model`` that computes logits over a vocabulary; None if there is none."""
     try:

@@ -19,7 +19,7 @@ from hf_memsave.ops.approximate.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
 from hf_memsave.ops.run_again import is_known_by_weight
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
-from hf_memsave.patching.blocks import block_at, block_numbers, head_of, number_of
+from hf_memsave.patching.blocks import block_at, block_numbers, head_of
 from hf_memsave.patching.rows import may_run_in_rows
 from hf_memsave.patching.swap import Patch, hides_forward, patched_models, stock_class
 
@@ -95,24 +95,27 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
     for name, module in model.named_modules():
         around = block_at(name, numbers) if block is None else block
         number = around or 0
+        rung = config.checkpoint if config.converts("checkpoint", number, len(numbers)) else None
         op, value = _choice(f"{prefix}.{name}", module, config, number, root_is_layer)
-        if around is not None and _is_chosen(name, module, config, number, len(numbers)):
+        if around is not None and _is_chosen(name, module, rung):
             if op is None:
-                op, value = "run_again", config.checkpoint
+                op, value = "run_again", rung
             else:
                 found.add(name, module, "run_again", f"{op} replaces its forward")
         # A tape knows a plain linear head by its weight, as ``F.linear`` is called, so that its class can stay.
         is_known = isinstance(module, nn.Linear) and not type(module).__module__.startswith("bitsandbytes")
         if op in (None, "lora") and module in heads and not is_known:
             op, value = "lazy_head", config.loss
-        rows = _rows(module, config, around, len(numbers)) if around is not None or has_norm and op is None else None
+        rows = _rows(module, config, around, rung) if around is not None or has_norm and op is None else None
         if rows is not None and not hides_forward(module):
             found.change(module, rows=rows)
         if op is None:
             continue
         is_by_weight = op == "run_again" and is_known_by_weight(module)
         if hides_forward(module) and not is_by_weight:
-            reason = _why_hidden(name, module, OPS[op].is_implied, found)  # another tool's forward runs instead
+            reason = why_hidden(module)  # another tool's forward runs instead
+            if not OPS[op].is_implied:
+                found.errors.append(hidden(name, module))
         elif refusal := OPS[op].refuse(module, value):
             found.errors.append(PatchError(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}"))
             continue
@@ -126,14 +129,13 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
     return found
 
 
-def _rows(module: nn.Module, config: MemSaveConfig, block: int | None, blocks: int) -> int | str | None:
+def _rows(module: nn.Module, config: MemSaveConfig, block: int | None, rung: str | None) -> int | str | None:
     """Return how many tokens of each sequence ``module`` runs at a time, in block number ``block``; None for all."""
     cls = stock_class(module)
     if block is None:
         return "norm" if kind_of(cls) == "norm" and may_run_in_rows(module, cls) else None
-    is_within = config.checkpoint == "tiles" and not issubclass(cls, GradientCheckpointingLayer)
-    is_one = is_within and config.converts("checkpoint", block, blocks) and may_run_in_rows(module, cls)
-    return config.tiles if is_one else None
+    is_within = rung == "tiles" and not issubclass(cls, GradientCheckpointingLayer)
+    return config.tiles if is_within and may_run_in_rows(module, cls) else None
 
 
 def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, numbers: dict[str, int]) -> None:
@@ -152,11 +154,13 @@ def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, number
         op = "block" if is_block else "model"
         is_hidden = hides_forward(module)
         if is_hidden and (is_block or not is_model):
-            found.add(name, module, op, _why_hidden(name, module, is_block, found))
+            found.add(name, module, op, why_hidden(module))
+            if not is_block:
+                found.errors.append(hidden(name, module))
             continue
         if not is_block:
             roots += (f"{name}." if name else "",)
-        number = number_of(name, numbers)
+        number = block_at(name, numbers) or 0
         rung = config.checkpoint if config.converts("checkpoint", number, len(numbers)) or not is_block else None
         number = number if config.layers and not config.compile else 0  # blocks of one class share a graph
         found.change(module, config=config, block=number, is_hidden=is_hidden, rung=rung)
@@ -181,10 +185,8 @@ def hidden(name: str, module: nn.Module) -> PatchError:
     )
 
 
-def _why_hidden(name: str, module: nn.Module, is_implied: bool, found: Found) -> str:
-    """Return why a module whose forward hides ours stays stock; add an error to ``found`` unless ``is_implied``."""
-    if not is_implied:
-        found.errors.append(hidden(name, module))
+def why_hidden(module: nn.Module) -> str:
+    """Return why a module whose forward hides ours stays stock."""
     is_dispatched = "_original_forward" in module.__dict__
     tool = "accelerate" if is_dispatched else tool_of(module.__dict__["forward"]) or "code in C"
     return f"its forward was set by {tool}; what lies below is patched"  # under tapes of its own
@@ -221,15 +223,15 @@ def _choice(
     return "activation", FewBit(config.few_bits) if config.activation == "few_bit" else config.activation
 
 
-def _is_chosen(path: str, module: nn.Module, config: MemSaveConfig, block: int, blocks: int) -> bool:
+def _is_chosen(path: str, module: nn.Module, rung: str | None) -> bool:
     """Return whether a rung below whole blocks runs ``module`` again: experts, or a linear without adapters."""
-    if config.checkpoint in (None, *WHOLE) or not config.converts("checkpoint", block, blocks):
+    if rung is None or rung in WHOLE:
         return False
     if names := first_of_experts(module):
         paths = [f"{path}.{name}".removesuffix(".weight") for name in names]
-        return all(is_run_again(p, str(config.checkpoint)) and not is_run_again(p, "qkv") for p in paths)
+        return all(is_run_again(p, rung) and not is_run_again(p, "qkv") for p in paths)
     is_linear = path_of(stock_class(module)) in RUN_AGAIN or isinstance(getattr(module, "out_features", None), int)
-    return is_linear and "base_layer" not in module._modules and is_run_again(path, str(config.checkpoint))
+    return is_linear and "base_layer" not in module._modules and is_run_again(path, rung)
 
 
 def is_sampled(path: str, config: WTACRS, has_no_blocks: bool = False) -> bool:

@@ -16,15 +16,14 @@ from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import ConfigError, PatchError, not_a_module
 from hf_memsave.logs import warn_once
 from hf_memsave.ops.sampled.sampler import MOST
-from hf_memsave.patching.apply import swap
-from hf_memsave.patching.checkpointed import AGAIN
+from hf_memsave.patching.checkpointed import AGAIN, choose_again
 from hf_memsave.patching.collect import Found, SiteReport, collect
 from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, trained_in
 from hf_memsave.patching.refusals import check
-from hf_memsave.patching.rows import reasons
-from hf_memsave.patching.sampled_layers import sampler_of
-from hf_memsave.patching.swap import is_patched, patched_models, stock_class
-from hf_memsave.patching.taped import COMPILED, mark_buffers
+from hf_memsave.patching.rows import forget, reasons
+from hf_memsave.patching.sampled_layers import attach, sampler_of
+from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
+from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, mark_buffers
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -237,7 +236,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     before = found.before
     is_waiting, step = any(LEDGER in module.__dict__ for module, _ in before), _step_of(before)
     inside = {m for covered, _ in before for m in covered.modules() if m is not covered}
-    if inside & swap(model, found) or step is None or {config for _, config in before} != {resolved}:
+    if inside & _swap(model, found) or step is None or {config for _, config in before} != {resolved}:
         is_waiting, step = not resolved.compile, Ledger()
         step.uncounted = "the repeated blocks are compiled" if resolved.compile else ""
     _wait_with(model, step, is_waiting)
@@ -255,7 +254,7 @@ def unpatch(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise PatchError(not_a_module("unpatch(model)", model))
-    swap(model, Found())
+    _swap(model, Found())
 
 
 def _step_of(models: Sequence[tuple[nn.Module, Any]]) -> Ledger | None:
@@ -274,6 +273,43 @@ def _wait_with(model: nn.Module, step: Ledger, is_waiting: bool) -> None:
         module.__dict__.pop(LEDGER, None)
         if is_waiting:
             module.__dict__[LEDGER] = step
+
+
+def _swap(model: nn.Module, found: Found) -> set[nn.Module]:
+    """Patch the modules of ``model`` that ``found`` names, and give all others their stock classes.
+
+    Returns:
+        The modules whose class changes, or whether they run again in backward.
+
+    Raises:
+        PatchError: Another tool has put its own class over one of ours that is to change.
+    """
+    classes = {module: patched_class(patch) for module, patch in found.patches.items()}
+    for name, module in model.named_modules():
+        if is_wrapped(module) and classes.get(module) not in type(module).__mro__:
+            raise PatchError(
+                f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__},"
+                " which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model "
+                "again."
+            )
+    coded = dict.fromkeys(module for module, patch in found.patches.items() if patch.config and patch.config.storage)
+    changed = {module for module in model.modules() if (AGAIN in module.__dict__) != (module in found.recomputed)}
+    for module in model.modules():
+        cls = classes.get(module, stock_class(module))
+        if (compiled := getattr(cls, COMPILED, None)) is not None:
+            compiled.why_not = ""  # of an earlier model of this class
+        if type(module) is not cls and not is_wrapped(module):
+            set_class(module, cls)
+            changed.add(module)
+        forget(module)
+        for name in (BUFFERS, LEDGER, FIRST, CODED):
+            if name != CODED or module not in coded:
+                module.__dict__.pop(name, None)
+    for index, module in enumerate(coded):
+        module.__dict__.setdefault(CODED, (index, 0))
+    choose_again(model, found.recomputed)
+    attach(model)
+    return changed
 
 
 def _has_gradients(model: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from hf_memsave.config.sizes import gib
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.step import left_as_it_was
-from hf_memsave.patching.blocks import block_numbers, number_of
+from hf_memsave.patching.blocks import block_at, block_numbers
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.planner.trial import Bench, Plan, Timer, Trial, median_seconds
 
@@ -158,7 +158,7 @@ def _steps(config: MemSaveConfig, model: nn.Module) -> dict[str, list[int]]:
         rates += [module.p] if isinstance(module, _DROPOUTS) else []
         kinds = {kind_of(type(module)), "dropout" if max(rates, default=0) > 0 else None}
         for kind in KINDS:
-            if kind in kinds and config.converts(kind, block := number_of(name, numbers)):
+            if kind in kinds and config.converts(kind, block := block_at(name, numbers) or 0):
                 found[kind].add(block + 1)
     if config.linear is not None and config.linear.attention:
         found["attention"].clear()  # its products are sampled in every block

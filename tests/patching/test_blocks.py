@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.config.config import KINDS
-from hf_memsave.patching.blocks import block_numbers, number_of
+from hf_memsave.patching.blocks import block_at, block_numbers
 from support.steps import assert_same, patched_classes, step
 from support.zoo import Size, batch_for, build
 
@@ -45,8 +45,8 @@ def test_an_encoders_blocks_come_before_a_decoders():
     numbers = block_numbers(build("t5-encoder", SIZE))
     assert list(numbers) == [f"encoder.block.{i}" for i in range(BLOCKS)] + [f"decoder.block.{i}" for i in range(2)]
     assert list(numbers.values()) == list(range(BLOCKS + 2))
-    assert number_of("encoder.block.1.layer.0.layer_norm", numbers) == number_of("encoder.block.1", numbers) == 1
-    assert number_of("encoder.block.10", numbers) == number_of("encoder.final_layer_norm", numbers) == 0
+    assert block_at("encoder.block.1.layer.0.layer_norm", numbers) == block_at("encoder.block.1", numbers) == 1
+    assert block_at("encoder.block.10", numbers) is block_at("encoder.final_layer_norm", numbers) is None
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -57,7 +57,7 @@ def test_the_modules_of_later_blocks_are_left_to_stock_and_no_other(family):
         found = [name for name, m in model.named_modules() if type(m).__name__ in classes.split()]
         for number in range(len(numbers) + 2):
             report = patch(model, {"layers": {kind: number}}, replace=True)
-            assert quiet(report) == {name for name in found if number_of(name, numbers) >= number}
+            assert quiet(report) == {name for name in found if (block_at(name, numbers) or 0) >= number}
     assert quiet(patch(model, replace=True)) == set()
 
 
