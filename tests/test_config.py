@@ -9,26 +9,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+import transformers
 from peft import get_peft_model
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
 
-from hf_memsave import (
-    WTACRS,
-    ConfigError,
-    MemSaveCallback,
-    MemSaveConfig,
-    MemSaveError,
-    MemSaveLoraConfig,
-    MemSaveTrainer,
-    patch,
-)
+import hf_memsave
+from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveError, patch
 from hf_memsave.config.config import RUNGS, presets
 from hf_memsave.patching.swap import patched_models
 
@@ -149,14 +135,11 @@ def test_layers_have_one_form(tmp_path):
 #: Field of WTACRS -> wrong values, and what is expected.
 WRONG_SAMPLING = {
     "budget": ([0, 1.5, float("nan"), "0.3", True], r"a number in \(0, 1\]"),
-    "estimator": (["WTA"], "'wta', 'crs' or 'topk'"),
-    "targets": (["query", (), ("",)], "names of linears, or None"),
+    "estimator": (["WTA"], "'wta', 'crs' or 'topk'"), "targets": (["query", (), ("",)], "names of linears, or None"),
     "cache": (["sample"], "'position', 'sample_idx', 'content' or None"),
-    "samples": ([10], "None, or with cache='content' a number"),
-    "minimum": ([0, 2.5], "at least 1"),
-    "seed": ([-1], "at least 0"),
-    "attention": ([1], "True or False"),
-}
+    "samples": ([10], "None, or with cache='content' a number"), "minimum": ([0, 2.5], "at least 1"),
+    "seed": ([-1], "at least 0"), "attention": ([1], "True or False"),
+}  # fmt: skip
 
 
 def test_a_wrong_value_of_wtacrs_is_refused_with_the_remedy():
@@ -204,12 +187,12 @@ def test_repr_shows_what_differs_from_the_default_and_gives_the_config_back():
         assert eval(repr(config)) == config
 
 
-BERT = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+BERT = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
 
 
 def test_fields_are_set_in_a_config_by_keyword():
     def found(*args, **fields):
-        return patch(BertForSequenceClassification(BERT), *args, **fields).config
+        return patch(transformers.BertForSequenceClassification(BERT), *args, **fields).config
 
     assert found(checkpoint="gate") == found("gate") == MemSaveConfig(checkpoint="gate")
     assert found("gate", offload=True) == found(MemSaveConfig(offload=True), checkpoint="gate")
@@ -327,14 +310,16 @@ def test_a_copy_is_equal(trip):
 
 def by_every_door(given, folder):
     """The configs that models are patched with by a ``memsave`` argument of every kind."""
-    models = [BertForSequenceClassification(BERT) for _ in range(5)]
+    models = [transformers.BertForSequenceClassification(BERT) for _ in range(5)]
     patch(models[0], given)
-    models[1] = AutoModelForSequenceClassification.from_config(BERT, memsave=given)
-    Trainer(models[2], TrainingArguments(folder), memsave=given)
-    MemSaveTrainer(models[3], TrainingArguments(folder), memsave=given)
-    adapters = MemSaveLoraConfig(memsave=given, target_modules=["query"])
-    models.append(get_peft_model(BertForSequenceClassification(BERT), adapters))
-    Trainer(models[4], TrainingArguments(folder), callbacks=[MemSaveCallback(given)])
+    models[1] = transformers.AutoModelForSequenceClassification.from_config(BERT, memsave=given)
+    transformers.Trainer(models[2], transformers.TrainingArguments(folder), memsave=given)
+    hf_memsave.MemSaveTrainer(models[3], transformers.TrainingArguments(folder), memsave=given)
+    adapters = hf_memsave.MemSaveLoraConfig(memsave=given, target_modules=["query"])
+    models.append(get_peft_model(transformers.BertForSequenceClassification(BERT), adapters))
+    transformers.Trainer(
+        models[4], transformers.TrainingArguments(folder), callbacks=[hf_memsave.MemSaveCallback(given)]
+    )
     return [patched_models(model)[0][1] for model in models]
 
 

@@ -22,8 +22,7 @@ from hf_memsave.tape.dropout import scale_of
 def test_dropouts_scale_is_that_of_the_fused_kernel_for_every_p(wrong):
     """CUDA's kernel computes in fp32, but in fp64 for fp64: it is given 1 - p, and multiplies with 1 over it."""
     x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
-    mask = (np.arange(64) % 3 > 0).astype(np.float32)
-    differ = []
+    mask, differ = (np.arange(64) % 3 > 0).astype(np.float32), []
     for p in (step / 1000 for step in range(1, 1000)):
         scale = np.float32(1.0 / (1.0 - p) if wrong else scale_of(p))
         if (x * scale * mask != x * mask * (np.float32(1.0) / np.float32(1.0 - p))).any():
@@ -131,15 +130,12 @@ sys.exit(pytest.main(sys.argv[1:]))
     assert "needs a process without GPUs" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("groups", "limits", "expected"),
-    [
-        ("0::/", {"memory.max": "max"}, None),
-        ("0::/job/step", {"job/memory.max": 10**6, "job/step/memory.max": "max"}, 10**6),
-        ("0::/not/here", {"memory.max": 10**6}, 10**6),  # in a container the path is that of the host
-        ("5:cpu:/job\n4:memory:/job", {"memory/job/memory.limit_in_bytes": 10**6, "cpu/memory.max": 1}, 10**6),
-    ],
-)
+@pytest.mark.parametrize(("groups", "limits", "expected"), [
+    ("0::/", {"memory.max": "max"}, None),
+    ("0::/job/step", {"job/memory.max": 10**6, "job/step/memory.max": "max"}, 10**6),
+    ("0::/not/here", {"memory.max": 10**6}, 10**6),  # in a container the path is that of the host
+    ("5:cpu:/job\n4:memory:/job", {"memory/job/memory.limit_in_bytes": 10**6, "cpu/memory.max": 1}, 10**6),
+])  # fmt: skip
 def test_a_control_group_limits_what_is_free(groups, limits, expected, tmp_path, monkeypatch):
     here = {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": limit for name, limit in limits.items()}}
     for name, content in here.items():

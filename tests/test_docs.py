@@ -56,7 +56,6 @@ def blocks(path, language):
 
 
 def prose(path):
-    """The page without its blocks."""
     return BLOCK.sub("", path.read_text(encoding="utf-8"))
 
 
@@ -67,7 +66,6 @@ def anchors(path):
 
 
 def broken(path):
-    """The page's relative links that lead nowhere."""
     found = []
     for link in LINK.findall(prose(path)):
         target, _, anchor = link.partition("#")

@@ -8,13 +8,7 @@ import torch.nn.functional as F
 
 from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
-from support.helpers import (
-    assert_backward_twice,
-    assert_exact,
-    assert_same_bits,
-    kept,
-    random,
-)
+from support import helpers
 
 
 def wrong_gelu(x):
@@ -28,10 +22,12 @@ def wrong_gelu(x):
 
 def test_a_wrong_recomputation_and_a_rounding_too_many_are_caught(device):
     with pytest.raises(AssertionError, match="gradient of the consumer: .* elements differ"):
-        assert_exact(wrong_gelu, F.gelu, [random(3, 8, device=device)])
-    x, weight = (random(3, 64, dtype=torch.bfloat16, device=device, seed=i) for i in (1, 2))
+        helpers.assert_exact(wrong_gelu, F.gelu, [helpers.random(3, 8, device=device)])
+    x, weight = (helpers.random(3, 64, dtype=torch.bfloat16, device=device, seed=i) for i in (1, 2))
     with pytest.raises(AssertionError, match="output"):
-        assert_exact(lambda x, w: (x * w * 3).to(x.dtype), lambda x, w: (x.float() * w * 3).to(x.dtype), [x, weight])
+        helpers.assert_exact(
+            lambda x, w: (x * w * 3).to(x.dtype), lambda x, w: (x.float() * w * 3).to(x.dtype), [x, weight]
+        )
 
 
 class _Wrong(torch.autograd.Function):
@@ -49,10 +45,10 @@ class _Wrong(torch.autograd.Function):
 
 
 def test_a_second_backward_that_differs_and_bytes_hidden_on_a_ctx_are_caught(device):
-    x = random(3, 8, device=device)
+    x = helpers.random(3, 8, device=device)
     with pytest.raises(AssertionError, match="elements differ"):
-        assert_backward_twice(_Wrong.apply, x)
-    assert kept(_Wrong.apply, x, tape=True) == 2 * x.nbytes  # the hidden tensor, and the linear's input
+        helpers.assert_backward_twice(_Wrong.apply, x)
+    assert helpers.kept(_Wrong.apply, x, tape=True) == 2 * x.nbytes  # the hidden tensor, and the linear's input
 
 
 #: Got, expected, and what is said.
@@ -66,6 +62,6 @@ UNEQUAL = {
 @pytest.mark.parametrize(("got", "expected", "message"), UNEQUAL.values(), ids=UNEQUAL)
 def test_bits_that_differ_are_seen(got, expected, message):
     with pytest.raises(AssertionError, match=message):
-        assert_same_bits(got, expected)
+        helpers.assert_same_bits(got, expected)
     nan = torch.tensor([float("nan")])
-    assert_same_bits(nan, nan.clone())
+    helpers.assert_same_bits(nan, nan.clone())

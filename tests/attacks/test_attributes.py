@@ -1,7 +1,6 @@
 """Attacks by attributes: what a layer was called with counts, not what it says when backward comes."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import pytest
 import torch
@@ -15,31 +14,20 @@ from support.helpers import assert_same_bits, only_on_cpu, random
 from support.steps import assert_same, backward
 
 SHAPE = (2, 16, WIDTH)
-
-
-class Change(NamedTuple):
-    """A layer, its attribute, and two values of it."""
-
-    make: Callable[[], nn.Module]
-    name: str
-    first: Any
-    second: Any
+#: A layer, its attribute, and two values of it.
+Change = namedtuple("Change", "make name first second")
 
 
 CHANGES = {
-    "leaky relu": Change(nn.LeakyReLU, "negative_slope", 0.01, 0.5),
-    "bound": Change(nn.Hardtanh, "max_val", 1.0, 0.2),
+    "leaky relu": Change(nn.LeakyReLU, "negative_slope", 0.01, 0.5), "bound": Change(nn.Hardtanh, "max_val", 1.0, 0.2),
     "threshold": Change(lambda: nn.Threshold(0.1, 0.0), "threshold", 0.1, 0.9),
-    "gelu": Change(nn.GELU, "approximate", "none", "tanh"),
-    "silu": Change(nn.SiLU, "inplace", False, True),
-    "no silu in place": Change(nn.SiLU, "inplace", True, False),
-    "softplus": Change(nn.Softplus, "beta", 1.0, 3.0),
+    "gelu": Change(nn.GELU, "approximate", "none", "tanh"), "silu": Change(nn.SiLU, "inplace", False, True),
+    "no silu in place": Change(nn.SiLU, "inplace", True, False), "softplus": Change(nn.Softplus, "beta", 1.0, 3.0),
     "layer norm": Change(lambda: nn.LayerNorm(WIDTH), "eps", 1e-5, 1.0),
-    "softmax": Change(lambda: nn.Softmax(-1), "dim", -1, 1),
-    "dropout": Change(lambda: nn.Dropout(0.2), "p", 0.2, 0.7),
+    "softmax": Change(lambda: nn.Softmax(-1), "dim", -1, 1), "dropout": Change(lambda: nn.Dropout(0.2), "p", 0.2, 0.7),
     "no training": Change(lambda: nn.Dropout(0.2), "training", True, False),
     "alpha dropout": Change(lambda: nn.AlphaDropout(0.2), "p", 0.2, 0.7),
-}
+}  # fmt: skip
 
 
 def forward(model, x):
@@ -148,8 +136,7 @@ def test_an_approximate_activation_is_changed(value, device):
 
 def test_the_gelu_of_a_fused_pair_is_changed(device):
     """``SignBit`` reads which function it is when it is called."""
-    x, weight = random(64, WIDTH, device=device), nn.Linear(WIDTH, 4).to(device)
-    found = []
+    x, weight, found = random(64, WIDTH, device=device), nn.Linear(WIDTH, 4).to(device), []
     for made, now in (("none", "tanh"), ("tanh", "tanh")):
         layer = SignBit(nn.GELU(made), weight)
         layer.activation.approximate = now

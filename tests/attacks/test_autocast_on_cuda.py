@@ -23,12 +23,9 @@ from support.tapes import is_remade, sources_of, work_of
 WIDTH = 16
 TABLE = [function for function, handler in CHEAP.items() if not getattr(handler, "is_write", False)]
 WITHIN = {
-    "softmax": lambda x: F.softmax(x, -1),
-    "softmax in fp32": lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
-    "log_softmax": lambda x: x.log_softmax(-1),
-    "softmin": lambda x: F.softmin(x, -1),
-    "normalize": F.normalize,
-}
+    "softmax": lambda x: F.softmax(x, -1), "softmax in fp32": lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
+    "log_softmax": lambda x: x.log_softmax(-1), "softmin": lambda x: F.softmin(x, -1), "normalize": F.normalize,
+}  # fmt: skip
 #: As every function of the table, but called otherwise than there, or with weights that autocast converts too.
 FUNCTIONS = {
     "layer_norm": lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b),

@@ -16,7 +16,7 @@ from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch, unpatch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.patching import checkpointed
 from support.attacks import assert_alike
-from support.steps import backward, step
+from support.steps import backward, patched, step
 from support.zoo import Size, batch_for, build
 
 SIZE = Size()
@@ -133,12 +133,9 @@ def shift_input(module):
 
 
 SHIFTS = {
-    "self_attn": shift_output,
-    "self_attn.q_proj": shift_input,
-    "mlp": shift_output,
-    "mlp.act_fn": shift_input,
+    "self_attn": shift_output, "self_attn.q_proj": shift_input, "mlp": shift_output, "mlp.act_fn": shift_input,
     "": shift_output,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("when", ["in the forward", "in backward", "in both"])
@@ -160,8 +157,7 @@ def test_interventions_by_hooks(part, shift, when):
     if not is_refused:
         assert_alike(llama, lambda model: backward(model, loss_of(model)), BLOCK)
         return
-    model = llama()
-    patch(model, BLOCK)
+    model = patched(llama(), BLOCK)
     loss = loss_of(model)
     with pytest.raises(KeptTensorChangedError, match="got other hooks on its modules"):
         loss.backward()
@@ -180,15 +176,11 @@ def test_own_hooks_of_a_block_count_where_they_run_again(is_call):
     assert (x.grad is None) == is_call
 
 
-def scale(model):
-    next(m for n, m in model.named_modules() if n.endswith("q_proj")).scale_layer(3.0)
-
-
 #: What is done to a model between forward and backward, and the words of the error.
 ADAPTERS = "adapters that were switched, scaled, merged or disabled"
 CHANGES = {
     "switched": (lambda model: model.set_adapter("other"), ADAPTERS),
-    "scaled": (scale, ADAPTERS),
+    "scaled": (lambda m: next(x for n, x in m.named_modules() if n.endswith("q_proj")).scale_layer(3.0), ADAPTERS),
     "disabled": (lambda model: model.base_model.disable_adapter_layers(), ADAPTERS),
     "merged": (lambda model: model.merge_adapter(), ADAPTERS),
     "in eval": (lambda model: model.eval(), r"switched by train\(\) or eval\(\)"),
@@ -197,8 +189,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
 def test_a_block_does_not_run_again_as_another_one(change, words):
-    model = lora("other", lora_dropout=0.1)
-    patch(model, BLOCK)
+    model = patched(lora("other", lora_dropout=0.1), BLOCK)
     loss = model(**batch_of(model)).loss
     change(model)
     with pytest.raises(KeptTensorChangedError, match=words):

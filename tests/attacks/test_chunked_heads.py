@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.unread import Unread
+from support.steps import patched, patched_copy
 from support.zoo import Size, batch_for, build
 
 SIZE = Size(seq=32)
@@ -165,12 +166,6 @@ def step(model, batch):
     return out
 
 
-def patched_copy(model):
-    ours = copy.deepcopy(model)
-    patch(ours)
-    return ours
-
-
 def assert_same_gradients(stock, ours):
     for (name, a), b in zip(stock.named_parameters(), ours.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
@@ -200,8 +195,7 @@ def test_logits_of_a_tied_head_that_are_read_have_stocks_bits(make):
 
 
 def test_trained_tokens_are_no_less_accurate_than_in_stock():
-    stock = tokens_of("embed_tokens").to(torch.bfloat16)
-    gradients = []
+    stock, gradients = tokens_of("embed_tokens").to(torch.bfloat16), []
     for model in (copy.deepcopy(stock).double(), stock, patched_copy(stock)):
         step(model, batch_for(stock, SIZE))
         gradients += [p.grad.double() for name, p in model.named_parameters() if "delta" in name]
@@ -260,10 +254,6 @@ def evaluating(model):
     model.train()
 
 
-def rescaled(model):
-    return rescale_adapter_scale(model, 0.25)
-
-
 @contextlib.contextmanager
 def other_adapter(model):
     model.set_adapter("other")
@@ -271,10 +261,10 @@ def other_adapter(model):
     model.set_adapter("default")
 
 
-@pytest.mark.parametrize(
-    ("switch", "is_read"),
-    [(PeftModel.disable_adapter, False), (rescaled, True), (evaluating, False), (other_adapter, True)],
-)
+@pytest.mark.parametrize(("switch", "is_read"), [
+    (PeftModel.disable_adapter, False), (partial(rescale_adapter_scale, multiplier=0.25), True),
+    (evaluating, False), (other_adapter, True),
+])  # fmt: skip
 def test_a_head_that_was_switched_since_the_forward_is_refused(switch, is_read):
     model = with_another(lora_dropout=0.5 if switch is evaluating else 0.0)
     model.enable_input_require_grads()
@@ -290,8 +280,7 @@ def test_a_head_that_was_switched_since_the_forward_is_refused(switch, is_read):
 
 
 def test_evaluating_is_no_switch_without_dropout_and_what_is_frozen_before_backward_gets_no_gradient():
-    model = lora()
-    patch(model)
+    model = patched(lora())
     logits = model(**batch_for(model, SIZE)).logits
     assert type(logits) is Unread
     assert model.eval()(**batch_for(model, SIZE)).logits.equal(logits)
@@ -338,12 +327,9 @@ def test_nothing_stays_after_an_error_in_a_chunk():
 def test_gradients_of_several_factors_at_once(seq, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 8192)
     size, found = Size(seq=seq), []
-    for is_patched in (False, True):
-        model = build("llama", size)
-        if is_patched:
-            patch(model)
+    for model in (stock := build("llama", size), patched_copy(stock)):
         out = model(**batch_for(model, size))
-        assert (type(out.logits) is Unread) == is_patched
+        assert (type(out.logits) is Unread) == (model is not stock)
         factors = torch.tensor([1.0, 2.0, 3.0])
         found += torch.autograd.grad(out.loss, [model.lm_head.weight], factors, is_grads_batched=True)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
@@ -359,20 +345,16 @@ def test_a_head_without_autocast_gets_gradients_without_it_though_its_loss_has_i
             return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
     model.__class__ = Root
-    hidden, labels = torch.randn(2, 16, 32, requires_grad=True), torch.randint(0, 512, (2, 16))
-    found = []
-    for is_patched in (False, True):
-        if is_patched:
-            patch(model)
+    hidden, labels, found = torch.randn(2, 16, 32, requires_grad=True), torch.randint(0, 512, (2, 16)), []
+    for root in (model, patched_copy(model)):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(hidden, labels)
-        found.append(torch.autograd.grad(loss, [hidden, model.lm_head.weight]))
+            loss = root(hidden, labels)
+        found.append(torch.autograd.grad(loss, [hidden, root.lm_head.weight]))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("words", "is_lazy"), [(60, False), (64, True)])
 def test_logits_of_fewer_words_than_twice_the_width_take_less_than_what_is_kept_instead(words, is_lazy):
-    model = build("llama", Size(layers=1), vocab_size=words)
-    patch(model)
+    model = patched(build("llama", Size(layers=1), vocab_size=words))
     ids = torch.randint(0, words, (1, 400))
     assert (type(model(input_ids=ids, labels=ids).logits) is Unread) == is_lazy

@@ -9,24 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 
-from hf_memsave import patch
 from support.attacks import WIDTH, Attack, assert_alike
-from support.helpers import only_on_cpu, random
-from support.steps import backward
+from support.helpers import on_cpu_alone, random
+from support.steps import backward, patched
 from support.zoo import Size, build
 
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=12)
 FACTORIES = {
-    "arange": lambda: torch.arange(4096.0).view(64, 64),
-    "ones": lambda: torch.ones((64, 64)),
-    "tril": lambda: torch.tril(torch.full((64, 64), 0.5)),
-    "said": lambda: torch.ones(64, 64, device="meta"),
-}
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(device):
-    only_on_cpu(device)
+    "arange": lambda: torch.arange(4096.0).view(64, 64), "ones": lambda: torch.ones((64, 64)),
+    "tril": lambda: torch.tril(torch.full((64, 64), 0.5)), "said": lambda: torch.ones(64, 64, device="meta"),
+}  # fmt: skip
+on_cpu = on_cpu_alone()
 
 
 def elsewhere(is_other):
@@ -55,7 +48,6 @@ def test_a_model_on_cpu_has_stocks_bits(forward, in_backward, config):
 
 
 def made(name, device):
-    """A model that makes a tensor of numbers."""
     fn = lambda model, x: model.b(F.silu(model.a(x) * torch.cos(FACTORIES[name]())))  # noqa: E731
     return Attack(fn, a=nn.Linear(64, 64), b=nn.Linear(64, 64)).to(device)
 
@@ -63,8 +55,7 @@ def made(name, device):
 @pytest.mark.parametrize("name", FACTORIES)
 def test_what_is_made_of_numbers_stays_where_it_was(name):
     for in_backward in (True, False):
-        model = made(name, "meta")
-        patch(model)
+        model = patched(made(name, "meta"))
         with torch.device("meta"):
             loss = model(torch.randn(64, 64)).square().mean()
         with elsewhere(in_backward):

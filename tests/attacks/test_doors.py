@@ -96,8 +96,7 @@ def test_data_parallel_counts_the_first_replica_of_the_first_step(device):
     model(x).sum().backward()
     expected = report.step.nbytes_kept, report.step.nbytes_avoided
     unpatch(model)
-    report = patch(model)
-    found = []
+    report, found = patch(model), []
     for _ in range(3):
         for replica in [replica_of(model) for _ in range(2)]:
             replica(x[: 2 - len(found) % 2]).sum().backward()  # the last one has fewer rows
@@ -107,8 +106,7 @@ def test_data_parallel_counts_the_first_replica_of_the_first_step(device):
 
 def test_a_forward_in_eval_mode_counts_until_there_is_a_training_step():
     model = build("bert", dropout=0.1).eval()
-    report, batch = patch(model), batch_for(model)
-    counted = []
+    report, batch, counted = patch(model), batch_for(model), []
     for is_training in (False, False, True, False, True):
         model.train(is_training)(**batch).loss.backward()
         counted.append((report.step.nbytes_kept, report.step.nbytes_avoided))

@@ -13,7 +13,7 @@ from hf_memsave import measure_kept, patch
 from hf_memsave.errors import PatchError
 from support.attacks import WIDTH, Attack, Block, assert_trains_like_stock, flat, pair, trained
 from support.helpers import autocasting, random
-from support.steps import assert_same
+from support.steps import assert_same, patched
 
 SHAPE = (2, 16, WIDTH)
 
@@ -66,8 +66,7 @@ def test_a_transform_within_the_forward(how, device):
 
 @pytest.mark.parametrize("how", REFUSES)
 def test_a_forward_that_refuses_hooks_says_what_to_do(how, device):
-    model = Attack(lambda model, x: model.f(x) + REFUSES[how](model, x).sum()).to(device)
-    patch(model)
+    model = patched(Attack(lambda model, x: model.f(x) + REFUSES[how](model, x).sum()).to(device))
     with pytest.raises(PatchError, match=r"of Attack calls what refuses saved-tensor hooks.*unpatch\(model\)"):
         model(random(*SHAPE, device=device))
 

@@ -25,9 +25,6 @@ def attended(model, x, mask=None):
     return x + F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-# Masks
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_mask_in_fp32_for_a_model_in_another_dtype(dtype, device):
     distance = torch.arange(8) - torch.arange(8)[:, None]
@@ -83,9 +80,6 @@ def test_masks(fn, autocast, device):
     parts |= dict(heads=frozen, index=torch.randint(0, 40, (LENGTH, LENGTH)))
     context = functools.partial(autocasting, device, autocast)
     assert_trains_like_stock(fn, random(*SHAPE, device=device), context, **parts)
-
-
-# Repeated heads under autocast
 
 
 def repeated(x):

@@ -11,10 +11,8 @@ from hf_memsave import measure_kept, patch
 from support.attacks import WIDTH, Attack, assert_alike, assert_trains_like_stock, flat, trained
 from support.helpers import only_on_cpu, random
 from support.lora import SIZE, adapted, outputs
-from support.steps import assert_same, backward, gradients, step
+from support.steps import assert_same, backward, gradients, patched, step
 from support.zoo import batch_for, build
-
-# PEFT
 
 
 def merging(model):
@@ -50,9 +48,6 @@ def test_adapters_are_switched_between_forwards(switch, mode, device):
         return model
 
     assert_alike(make, switch)
-
-
-# Parameters
 
 
 def step_in_hooks(model, kind):
@@ -117,9 +112,6 @@ def test_parameters_are_exchanged_between_steps(family, change, device):
     assert_alike(lambda: build(family).to(device), run)
 
 
-# Two models
-
-
 def gated(model, x):
     return model.g(torch.tanh(model.f(x)) * torch.sigmoid(x))
 
@@ -148,8 +140,7 @@ def test_a_forward_catches_an_error_of_its_own_and_goes_on(where, device):
         return y
 
     torch.manual_seed(0)
-    inner = Attack(failing).to(device)
-    patch(inner)
+    inner = patched(Attack(failing).to(device))
 
     def fn(model, x):
         x = torch.sigmoid(model.f(x)) * x

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from hf_memsave import patch
 from support.attacks import assert_alike
 from support.helpers import live_bytes, random
-from support.steps import step
+from support.steps import patched, step
 from support.zoo import Size, batch_for, build
 
 SIZE = Size()
@@ -81,8 +80,7 @@ def test_a_mask_is_rewritten_between_steps(family, how, device):
 
 @pytest.mark.parametrize(("how", "config"), [("in place", {}), ("by data", {"storage": "int8"})])
 def test_a_mask_that_is_updated_leaves_nothing_behind(how, config, device):
-    model = build("llama", SIZE).to(device)
-    patch(model, config)
+    model = patched(build("llama", SIZE).to(device), config)
     mask, alive = causal(device), []
     ids = batch_for(model, SIZE)["input_ids"]
     for number in range(25):

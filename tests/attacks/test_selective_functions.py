@@ -15,7 +15,6 @@ BOOLEANS = 8 * 64 * WIDTH
 
 
 def on_images(layer):
-    """A function whose model is a layer on images."""
     return lambda model, x: model.f(layer(x.unflatten(1, (4, 16)).transpose(2, 3)).flatten(1)[:, :WIDTH])
 
 
@@ -95,10 +94,6 @@ def test_a_part_of_a_mask_is_coded_once_for_all(starts, device):
     assert stock - ours == 2 * BOOLEANS - 2 * BOOLEANS // 8
 
 
-def masking(block, x, mask):
-    return torch.where(mask, block.f(x).tanh(), torch.where(mask.logical_not(), x, 0.0))
-
-
 def test_a_mask_for_many_blocks_is_coded_once(device):
     def fn(model, x):
         mask = torch.rand(SHAPE, device=x.device) > 0.5
@@ -106,6 +101,7 @@ def test_a_mask_for_many_blocks_is_coded_once(device):
             x = block(x, mask)
         return x
 
+    masking = lambda block, x, m: torch.where(m, block.f(x).tanh(), torch.where(m.logical_not(), x, 0.0))  # noqa: E731
     x, blocks = random(*SHAPE, device=device), nn.ModuleList(Block(masking) for _ in range(12))
     assert_trains_like_stock(fn, x, blocks=blocks)
     model, _ = pair(fn, device, blocks=blocks)

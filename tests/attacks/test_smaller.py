@@ -14,8 +14,8 @@ from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.ops.approximate.sign_bit import SignBit
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.attacks import WIDTH, Attack, flat, pair, trained
-from support.helpers import random
-from support.steps import assert_same, step
+from support.helpers import GoesBack, random
+from support.steps import assert_same, patched, step
 from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=3, seq=16)
@@ -67,16 +67,9 @@ def test_a_norm_whose_weight_is_drawn(config, device):
         assert_same(*found)
 
 
-class Undefined(torch.autograd.Function):
-    """Its backward says that the input has no gradient, though it wants one."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None
+def undefined(x):
+    """In backward x has no gradient, though it wants one."""
+    return GoesBack.apply(x, lambda dy: None)
 
 
 AFTER = {
@@ -100,7 +93,7 @@ def test_an_undefined_gradient_stays_undefined(after, device):
 
     def fn(model, x):
         first = model.o(torch.cat([x, x, x], -1))
-        return first.sum() + Undefined.apply(AFTER[after](model, model.f(x))).sum()
+        return first.sum() + undefined(AFTER[after](model, model.f(x))).sum()
 
     activations = (nn.GELU, NewGELUActivation, QuickGELUActivation)[: 3 if "activation" in after else 1]
     for activation, config in product(activations, CONFIGS):
@@ -115,11 +108,11 @@ def test_an_undefined_gradient_of_sampled_attention_and_of_a_fused_pair(device):
     model.set_attn_implementation("eager")
     patch(model.to(device), MemSaveConfig(linear=WTACRS(minimum=4, targets=("0", "1"), attention=True)))
     last = model.model.layers[-1].self_attn
-    last.register_forward_hook(lambda module, args, output: (Undefined.apply(output[0]), *output[1:]))
+    last.register_forward_hook(lambda module, args, output: (undefined(output[0]), *output[1:]))
     step(model, batch_for(model, SIZE))
     assert {n for n, p in last.named_parameters() if p.grad is not None} == set()
     layer, before = SignBit(nn.GELU(), nn.Linear(WIDTH, 4)).to(device), nn.Linear(WIDTH, WIDTH).to(device)
-    (Undefined.apply(layer(before(random(8, WIDTH, device=device)))).sum() + before.bias.sum()).backward()
+    (undefined(layer(before(random(8, WIDTH, device=device)))).sum() + before.bias.sum()).backward()
     assert [p.grad for p in (*layer.parameters(), before.weight)] == [None] * 3
 
 
@@ -129,13 +122,11 @@ def test_an_undefined_gradient_of_one_of_two_that_share_a_draw(is_sampled, devic
 
     def fn(model, x):
         x = model.h(x)
-        return model.f(x).sum() + (Undefined.apply(model.g(x)) if is_sampled else model.g(x) * 0).sum()
+        return model.f(x).sum() + (undefined(model.g(x)) if is_sampled else model.g(x) * 0).sum()
 
     torch.manual_seed(0)
-    model = Attack(fn).to(device)
-    patch(model, SAMPLED)
-    told = []
-    cache = sampler_of(model).cache
+    model = patched(Attack(fn).to(device), SAMPLED)
+    cache, told = sampler_of(model).cache, []
     update = cache.update
     cache.update = lambda layer, *rest: (told.append((layer, rest[-1].clone())), update(layer, *rest))
     for _ in range(2):

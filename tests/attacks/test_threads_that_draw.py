@@ -34,8 +34,7 @@ def by_seed(monkeypatch):
 @pytest.fixture
 def verdicts(monkeypatch):
     """What each dropout found of the state that it had read: whether the mask came from it."""
-    found = []
-    check = dropout._begins_at
+    check, found = dropout._begins_at, []
     monkeypatch.setattr(dropout, "_begins_at", lambda *args: (found.append(check(*args)), found[-1])[1])
     return found
 
@@ -70,7 +69,6 @@ class Net(nn.Module):
 
 
 def expected(net, x):
-    """The gradient that the masks give."""
     scale = net.scale.detach().clone().requires_grad_()
     for mask in net.seen:
         x = ((x * scale) * mask.to(x.dtype).div_(1 - 0.3)).sin() + 2

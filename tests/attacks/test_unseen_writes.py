@@ -108,7 +108,6 @@ def moving_slice(model, x):
 
 
 def dropped_by_tensor(model, x):
-    """A probability that is a tensor."""
     p = torch.tensor(0.3)
     y = F.dropout1d(model.f(x), p, True)
     return model.g(F.dropout(y, p, True)) + F.alpha_dropout(y, p, True)

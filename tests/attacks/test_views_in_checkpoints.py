@@ -67,10 +67,6 @@ def sums_of_squares(block, x, made, a, b):
     return sums**2
 
 
-def overwritten(block, x, made, a, b):
-    return Scribble.apply(a) + Scribble.apply(b) * block.weight
-
-
 def laid_out_as_the_input(block, x, made, a, b):
     sums = x + x.cumsum(-1)
     return sums[0, 0] * block.weight + sums[0, 1] * block.other[:SIZE] + sums[1, 2]
@@ -117,7 +113,7 @@ CASES = {
     "chunks with versions of their own": (unsafe_chunks, {}),
     "rows filled by a kernel": (rows_filled_by_a_kernel, {}),
     "a view that selective checkpointing saves": (sums_of_squares, {"context_fn": SAVES_ONE_VIEW}),
-    "written to by a backward": (overwritten, {}),
+    "written to by a backward": (lambda block, x, made, a, b: Scribble.apply(a) + Scribble.apply(b) * block.weight, {}),
     "laid out as an input whose strides a hook loses": (laid_out_as_the_input, {"is_transposed": True}),
     "of the storage that an input lies on": (beside_the_input, {"is_split": True}),
 }

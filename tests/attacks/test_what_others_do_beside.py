@@ -118,9 +118,6 @@ def test_leftovers_of_a_tape_whose_end_was_interrupted_are_taken_off(number, mon
     assert left_behind() == (False, 0)
 
 
-# Hooks that observe
-
-
 def test_a_block_runs_again_without_hooks_that_only_observed():
     expected = step(llama(), BATCH)
     model, seen = llama(**BLOCK), []
@@ -156,9 +153,6 @@ def test_a_block_does_not_run_again_without_a_hook_that_changed_what_it_computes
         loss.backward()
 
 
-# Weights that are given other bytes, and writes to what an adapter has read
-
-
 gated = partial(adapted, "llama", "fp32", 0.0, SIZE, r=4, target_modules=["gate_proj", "up_proj"])
 
 
@@ -169,18 +163,11 @@ def twice_adapted():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "config", "part"),
-    [
-        (llama, {"checkpoint": "gate"}, "gate_proj.weight"),
-        (llama, {"checkpoint": "qkv"}, "q_proj.weight"),
-        (llama, {"checkpoint": "o_proj"}, "o_proj.weight"),
-        (llama, {}, "norm.weight"),
-        (gated, {}, "lora_B"),
-        (partial(gated, use_dora=True), {}, "lora_B"),
-        (twice_adapted, {}, "lora_B"),
-    ],
-)
+@pytest.mark.parametrize(("make", "config", "part"), [
+    (llama, {"checkpoint": "gate"}, "gate_proj.weight"), (llama, {"checkpoint": "qkv"}, "q_proj.weight"),
+    (llama, {"checkpoint": "o_proj"}, "o_proj.weight"), (llama, {}, "norm.weight"), (gated, {}, "lora_B"),
+    (partial(gated, use_dora=True), {}, "lora_B"), (twice_adapted, {}, "lora_B"),
+])  # fmt: skip
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_a_weight_that_is_given_other_bytes_before_backward_was_read_as_in_stock(make, config, part, is_autocast):
     def run(model):
@@ -243,9 +230,6 @@ def test_an_adapter_of_a_few_numbers_has_stocks_gradients(shape, rank):
         assert_alike(partial(make, seed), partial(run, seed=seed))
 
 
-# Many calls on one storage
-
-
 class Slices(GradientCheckpointingLayer):
     """A scan over the rows of one tensor, by ``call``."""
 
@@ -261,13 +245,10 @@ class Slices(GradientCheckpointingLayer):
 
 
 CALLS = {
-    "products": lambda row: row,
-    "activations": torch.nn.functional.gelu,
-    "dropouts": torch.nn.functional.dropout,
-    "bits": torch.relu,
-    "casts": lambda row: row.double().exp().float(),
+    "products": lambda row: row, "activations": torch.nn.functional.gelu, "dropouts": torch.nn.functional.dropout,
+    "bits": torch.relu, "casts": lambda row: row.double().exp().float(),
     "masks": lambda row: torch.where(row > 0, row, -row),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [{}, BLOCK, {"offload": True}, {"storage": "int8"}], ids=str)
@@ -282,9 +263,6 @@ def test_a_steps_calls_grow_with_the_slices_of_a_storage_and_not_with_their_squa
             model(x).sum().backward()
         calls.append(sum(function.callcount + function.reccallcount for function in profile.getstats()))
     assert 0 < calls[2] - calls[1] <= 2.02 * (calls[1] - calls[0])
-
-
-# Checkpointing that the user switches
 
 
 def kept(model):

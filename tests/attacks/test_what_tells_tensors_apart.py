@@ -112,12 +112,10 @@ def test_a_conversion_that_the_caller_lets_go_of_is_not_kept(dtype, device):
 ROWS = 64
 #: What lies around a forward, and how the model is patched.
 WAYS = {
-    "alone": (contextlib.nullcontext, {}, False),
-    "checkpoint": (contextlib.nullcontext, {}, True),
-    "save_on_cpu": (save_on_cpu, {}, False),
-    "offload": (contextlib.nullcontext, {"offload": True}, False),
+    "alone": (contextlib.nullcontext, {}, False), "checkpoint": (contextlib.nullcontext, {}, True),
+    "save_on_cpu": (save_on_cpu, {}, False), "offload": (contextlib.nullcontext, {"offload": True}, False),
     "int8": (contextlib.nullcontext, {"storage": "int8"}, False),
-}
+}  # fmt: skip
 
 
 def graph_of_nodes(layout, is_checkpointed):

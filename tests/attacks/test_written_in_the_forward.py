@@ -10,11 +10,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch
+from hf_memsave import KeptTensorChangedError, MemSaveConfig
 from hf_memsave.tape import offload
 from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, pair
 from support.helpers import autocasting, nbytes, nodes, random
-from support.steps import assert_same, backward
+from support.steps import assert_same, backward, patched
 from support.zoo import Size, build
 
 
@@ -30,17 +30,13 @@ def scale_all_(by: float, xs: list[torch.Tensor]) -> None:
 
 
 WRITES = {
-    "method": lambda x: x.mul_(2),
-    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "method": lambda x: x.mul_(2), "foreach": lambda x: torch._foreach_mul_([x], 2.0),
     "foreach, of two lists": lambda x: torch._foreach_copy_([x], [x + 1]),
-    "overload": lambda x: torch.ops.aten.mul_.Tensor(x, 2.0),
-    "packet": lambda x: torch.ops.aten.add_(x, 1.0),
-    "out": lambda x: torch.ops.aten.mul.out(x, x, out=x),
-    "custom": lambda x: scale_(x, 2.0),
-    "custom, by name": lambda x: scale_(by=2.0, x=x),
-    "custom, of a list": lambda x: scale_all_(2.0, [x]),
+    "overload": lambda x: torch.ops.aten.mul_.Tensor(x, 2.0), "packet": lambda x: torch.ops.aten.add_(x, 1.0),
+    "out": lambda x: torch.ops.aten.mul.out(x, x, out=x), "custom": lambda x: scale_(x, 2.0),
+    "custom, by name": lambda x: scale_(by=2.0, x=x), "custom, of a list": lambda x: scale_all_(2.0, [x]),
     "vmap": lambda x: torch.vmap(lambda row: row.mul_(2))(x),
-}
+}  # fmt: skip
 CONFIGS = MemSaveConfig(), MemSaveConfig(activation="stock", norm="stock", dropout="stock")
 
 
@@ -58,9 +54,6 @@ def test_every_spelling_of_a_write_is_seen(name, with_gradients, config, device)
 
     low = nn.Linear(WIDTH, WIDTH).bfloat16()  # three steps: also where a forward has shown what is never asked for
     assert_trains_like_stock(fn, random(64, WIDTH, device=device), config=config, steps=3, low=low)
-
-
-# Beside hooks and checkpoints
 
 
 def copied():
@@ -132,10 +125,6 @@ def test_a_backward_writes_to_what_a_hook_keeps_for_others_too(is_first, device)
         assert "written to by the backward" in str(error)
 
 
-def normed(block, x):
-    return x + block.down(F.silu(block.f(block.norm(x) * block.scale)))
-
-
 @pytest.mark.parametrize("parts", ["parameter", "early", "inside", "early, parameter", "early, inside"])
 def test_what_was_distrusted_before_a_checkpoint_is_kept_as_when_it_runs_again(parts, device):
     """What is distrusted in the forward is not when the block runs again, in backward: it must keep the same."""
@@ -150,12 +139,9 @@ def test_what_was_distrusted_before_a_checkpoint_is_kept_as_when_it_runs_again(p
         run = (lambda x: model.block(x.data)) if "inside" in parts else model.block
         return checkpoint(run, x, use_reentrant=False)
 
-    block = Block(normed)
+    block = Block(lambda block, x: x + block.down(F.silu(block.f(block.norm(x) * block.scale))))
     block.norm, block.down, block.scale = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
     assert_trains_like_stock(fn, random(4, WIDTH, device=device), steps=3, block=block)
-
-
-# What is kept
 
 
 def test_what_is_kept_is_no_more_than_in_stock(device):
@@ -180,15 +166,11 @@ def test_what_is_kept_is_no_more_than_in_stock(device):
 
 def test_a_source_that_later_depends_on_what_is_remade_from_it(device):
     """What held it held then, by its graph, itself: for ever."""
-    model = nn.Sequential(Attack(lambda model, x: x.repeat(1, 16)), nn.Linear(64, 1)).to(device)
-    patch(model)
+    model = patched(nn.Sequential(Attack(lambda model, x: x.repeat(1, 16)), nn.Linear(64, 1)).to(device))
     source = torch.randn(8, 4, device=device)
     source.add_(model(source))
     del source
     assert not nodes()
-
-
-# After the forward
 
 
 def test_a_buffer_written_through_data_between_forward_and_backward(device):
@@ -243,15 +225,10 @@ def test_offload_copies_again_what_was_written_through_data(monkeypatch, device)
     assert_same(*found)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "attention"),
-    [
-        ("llama", "attention_mask", "sdpa"),
-        ("llama", "attention_mask", "eager"),
-        ("t5-decoder", "attention_mask", "sdpa"),
-        ("llama", "labels", "eager"),
-    ],
-)
+@pytest.mark.parametrize(("family", "name", "attention"), [
+    ("llama", "attention_mask", "sdpa"), ("llama", "attention_mask", "eager"),
+    ("t5-decoder", "attention_mask", "sdpa"), ("llama", "labels", "eager"),
+])  # fmt: skip
 def test_one_tensor_of_a_batch_is_filled_for_every_forward_of_a_backward(family, name, attention, device):
     def make():
         model = build(family, Size(seq=8)).to(device)
@@ -260,8 +237,7 @@ def test_one_tensor_of_a_batch_is_filled_for_every_forward_of_a_backward(family,
 
     def run(model):
         ids = torch.randint(5, 20, (2, 8), device=device)
-        batch = {"attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-        losses = []
+        batch, losses = {"attention_mask": torch.ones_like(ids), "labels": ids.clone()}, []
         for number in range(3):
             batch[name][:, :number] = 0
             batch[name][:, number:] = 1

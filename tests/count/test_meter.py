@@ -29,9 +29,6 @@ def mlp(device):
     return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH)).to(device)
 
 
-# What counts, and under which name.
-
-
 def test_a_known_graph_is_counted_exactly_by_the_modules_and_kinds_of_op_that_made_it(mlp, x):
     found = measure_kept(mlp, x)
     # GELU's input; its output, for the second linear; and the output, which the caller holds.
@@ -143,9 +140,6 @@ def test_a_tensor_of_a_transform_that_is_held_does_not_stop_the_meter(mlp, x):
     assert held
 
 
-# What does not count.
-
-
 def test_parameters_buffers_and_the_batch_do_not_count_nor_what_was_alive_before(device, x, mlp):
     model, before = nn.BatchNorm1d(WIDTH).to(device).eval(), torch.randn(100)
     found = measure_kept(model, x, forward=lambda x: (x, before, *model.parameters(), *model.buffers()))
@@ -156,16 +150,10 @@ def test_parameters_buffers_and_the_batch_do_not_count_nor_what_was_alive_before
     assert measure_kept(mlp, x.requires_grad_()).total == without
 
 
-# How it is called.
-
-
 def test_a_batch_is_positional_arguments_keywords_or_the_only_argument(mlp, x):
     for batch in ((x, x), [x, x], {"a": x, "b": x}, x):
         assert measure_kept(Calls(lambda a, b=1: a + b), batch).total == NARROW_BYTES
     assert measure_kept(mlp, {"x": x}, forward=lambda x: mlp[0](x)).by_module == {"0": WIDE_BYTES}
-
-
-# What it leaves behind.
 
 
 def live_storages():

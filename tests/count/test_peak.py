@@ -44,7 +44,6 @@ def test_a_known_sequence_is_counted_exactly(x):
 
 
 def keeping(made):
-    """A step that leaves what ``made`` makes."""
     leak = []
     return lambda x: leak.append(made(x))
 

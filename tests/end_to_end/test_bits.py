@@ -14,11 +14,12 @@ from transformers import AlbertConfig, AlbertForSequenceClassification
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.config.config import presets
 from hf_memsave.tape import offload
-from support.helpers import assert_same_bits, halved, nodes, only_on_cpu
+from support.helpers import assert_same_bits, halved, nodes, on_cpu_alone, only_on_cpu
 from support.lora import adapted
-from support.steps import assert_same, assert_trains_like, step
-from support.zoo import FAMILIES, LOW, MODES, MORE, QUOTED, VOCAB, ZOO, Size, batch_for, build
+from support.steps import assert_same, assert_trains_like, patched, step
+from support.zoo import FAMILIES, LOW, MODES, MORE, QUOTED, VOCAB, ZOO, Size, batch_for, build, with_batch
 
+claimed = on_cpu_alone()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
 #: Batches of 3 x 29 tokens, models of width 24: no tensor is a whole number of a code's blocks.
@@ -27,18 +28,12 @@ ODD = Size(hidden=24, heads=3, layers=2, batch=3, seq=29)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-@pytest.fixture(autouse=True)
-def claimed():
-    only_on_cpu(DEVICE)
-
-
 def autocast(mode):
     return torch.autocast(DEVICE.type, torch.bfloat16, enabled=mode == "autocast")
 
 
 def assert_same_training(model, mode="fp32", padded=False, steps=20, **fields):
-    ours = copy.deepcopy(model.to(DEVICE))
-    patch(ours, MemSaveConfig(**fields))
+    ours = patched(copy.deepcopy(model.to(DEVICE)), MemSaveConfig(**fields))
     assert_trains_like(ours, model, SIZE, steps, padded, is_autocast=mode == "autocast")
     assert not nodes(), "what the tape made outlives the last step"
     with autocast(mode):
@@ -61,8 +56,7 @@ def test_training_of_more_families_equals_stock_bit_for_bit(family, mode):
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_gradients_equal_stock_at_full_size_on_all_threads(family):
-    model = build(family, QUOTED).to(DEVICE)
-    batch = batch_for(model, QUOTED, padded=True)
+    model, batch = with_batch(build(family, QUOTED).to(DEVICE), QUOTED, padded=True)
     torch.set_num_threads(os.cpu_count() or 1)
     try:
         stock = step(model, batch)
@@ -88,13 +82,9 @@ def test_blocks_that_share_their_weights_equal_stock_under_autocast():
     assert_same_training(model, "autocast", padded=True, steps=8)
 
 
-# Presets, and other settings at odd sizes.
-
-
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5-encoder"])
 def test_a_preset_trains_a_model_with_stocks_loss(family):
-    model = build(family)
-    batch = batch_for(model)
+    model, batch = with_batch(build(family))
     stock, kept = step(model, batch), measure_kept(model, batch).total
     for name in presets():
         patch(model, name, replace=True)
@@ -121,8 +111,7 @@ def test_max_has_stocks_bits_and_one_input_a_block(family, has_lora, monkeypatch
     on_device = []
     for layers in (2, 4):
         size = replace(QUOTED, layers=layers, batch=2)
-        model = adapted(family, size=size) if has_lora else build(family, size)
-        batch = batch_for(model, size)
+        model, batch = with_batch(adapted(family, size=size) if has_lora else build(family, size), size)
         stock = step(model, batch)
         patch(model, "max")
         assert_same(step(model, batch), stock)
@@ -133,25 +122,17 @@ def test_max_has_stocks_bits_and_one_input_a_block(family, has_lora, monkeypatch
 
 #: Setting -> the largest relative error of the gradients: twice what is measured, or more; 0 where they are exact.
 SETTINGS = {
-    "floor": ({}, 0),
-    "masks": ({"dropout": "mask"}, 0),
-    "block": ({"checkpoint": "block"}, 0),
-    "offload": ({"offload": True}, 0),
-    "invert": ({"activation": "invert"}, 0.02),
-    "precision bit": ({"activation": "precision_bit"}, 0.02),
-    "few bits": ({"activation": "few_bit"}, 0.02),
-    "output": ({"norm": "output"}, 0.02),
-    "int8": ({"storage": "int8"}, 0.04),
-    "int4": ({"storage": "int4"}, 0.3),
-    "rows": ({"linear": WTACRS()}, 3.0),
-    "rows in int8": ({"linear": WTACRS(), "storage": "int8"}, 3.0),
-}
+    "floor": ({}, 0), "masks": ({"dropout": "mask"}, 0), "block": ({"checkpoint": "block"}, 0),
+    "offload": ({"offload": True}, 0), "invert": ({"activation": "invert"}, 0.02),
+    "precision bit": ({"activation": "precision_bit"}, 0.02), "few bits": ({"activation": "few_bit"}, 0.02),
+    "output": ({"norm": "output"}, 0.02), "int8": ({"storage": "int8"}, 0.04), "int4": ({"storage": "int4"}, 0.3),
+    "rows": ({"linear": WTACRS()}, 3.0), "rows in int8": ({"linear": WTACRS(), "storage": "int8"}, 3.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "dtype"), halved(["bert", "gpt2", "llama", "t5-decoder"], ["fp32", "bf16"]))
 def test_settings_are_exact_or_near_at_odd_sizes(family, dtype):
-    model = build(family, ODD, MODES[dtype]).to(DEVICE)
-    batch = batch_for(model, ODD)
+    model, batch = with_batch(build(family, ODD, MODES[dtype]).to(DEVICE), ODD)
     stock = step(model, batch, low=LOW[dtype])
     size = sum(float(t.double().square().sum()) for name, t in stock.items() if name != "loss")
     for name, (fields, limit) in SETTINGS.items():

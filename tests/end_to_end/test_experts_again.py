@@ -13,7 +13,7 @@ from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.arch.versions import enable_checkpointing
 from support.attacks import assert_alike
 from support.steps import assert_same, backward, step
-from support.zoo import LOW, MODES, Size, batch_for, build
+from support.zoo import LOW, MODES, Size, batch_for, build, with_batch
 
 SIZE, LARGER = Size(), Size(hidden=64, heads=4, batch=2, seq=64)
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -31,7 +31,6 @@ def at(model, rung):
 
 
 def adapted(model, *parameters):
-    """With LoRA on parameters of the experts."""
     torch.manual_seed(0)
     of_experts = [f"experts.{name}" for name in parameters]
     config = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=of_experts, init_lora_weights=False)
@@ -42,8 +41,7 @@ def adapted(model, *parameters):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_is_stocks_to_the_bit(family, how, mode):
-    model = experts(family, how, dtype=MODES[mode])
-    batch = batch_for(model, SIZE, padded=True)
+    model, batch = with_batch(experts(family, how, dtype=MODES[mode]), SIZE, padded=True)
     stock = step(model, batch, low=LOW[mode])
     at(model, "gate")
     for _ in range(2):
@@ -121,8 +119,7 @@ def test_a_weight_of_experts_that_is_written_to_before_backward_raises(how):
 
 
 def test_a_copy_and_adapters_that_come_later_run_again_and_undo_leaves_nothing():
-    stock = experts("mixtral", "grouped_mm")
-    batch = batch_for(stock, SIZE)
+    stock, batch = with_batch(experts("mixtral", "grouped_mm"), SIZE)
     before = measure_kept(stock, batch).total
     model = copy.deepcopy(stock)
     report = at(model, "gate")

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.kept import _ByModule
-from support.helpers import MATRIX, autocasting, live_bytes, nodes, only_on_cpu
+from support.helpers import MATRIX, autocasting, live_bytes, nodes, on_cpu_alone
 from support.steps import assert_same, gradients, patched_classes
 from support.zoo import VOCAB, Size, batch_for, build
 
+on_cpu = on_cpu_alone()
 STEPS, EVERY = 500, 100
 ROUNDS = 4  # of faults of each kind, for each model: 3 x 9 x 4 = 108
 SIZE = Size(hidden=16, heads=2, layers=2, batch=2, seq=8)
@@ -188,8 +189,7 @@ CASES = [(name, {}, ROUNDS) for name in MODELS] + [(name, f, 2) for f in APPROXI
 
 
 @pytest.mark.parametrize(("name", "fields", "rounds"), CASES)
-def test_after_a_fault_a_model_trains_on_as_stock_does_and_nothing_is_left(name, fields, rounds, device):
-    only_on_cpu(device)
+def test_after_a_fault_a_model_trains_on_as_stock_does_and_nothing_is_left(name, fields, rounds):
     ours, stock = pair(name, MemSaveConfig(**fields))
     called, passed = reached(stock)
     assert len(called) >= len(passed) > 10
@@ -219,9 +219,8 @@ def test_after_a_fault_a_model_trains_on_as_stock_does_and_nothing_is_left(name,
 
 
 @pytest.mark.parametrize("name", [pytest.param(MODELS[0], marks=MATRIX), MODELS[1]])
-def test_live_bytes_are_flat_over_500_steps(name, device):
+def test_live_bytes_are_flat_over_500_steps(name):
     """What a step makes and leaves alive, in autograd, C++ or a cache, is nothing."""
-    only_on_cpu(device)
     run = pair(name, size=dataclasses.replace(SIZE, layers=1))[0]
     bytes_, objects, start = [], [], run.step()["loss"]
     for _ in range(STEPS // EVERY):

@@ -7,22 +7,17 @@ import pytest
 import torch
 
 from hf_memsave import measure_kept, patch
-from support.helpers import BYTES, MATRIX, halved, only_on_cpu
+from support import zoo
+from support.helpers import BYTES, MATRIX, halved, on_cpu_alone, only_on_cpu
 from support.zoo import FAMILIES, MODES, MORE, QUOTED, ZOO, batch_for, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+claimed = on_cpu_alone(BYTES)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-#: The fewest u a layer: norm inputs (2), q, k, v, o (4; LLaMA's k and v have half the heads) and the MLP's inner width
-#: (4; gated 2 x 2.75); a cross-attention has a norm and q, k, v, o more; Phi's two branches share one norm.
-FLOOR = {
-    **dict.fromkeys(("bert", "roberta", "distilbert", "electra", "gpt2", "opt", "t5-encoder"), 10),
-    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3", "gemma"), 10.5),
-    "t5-decoder": 15, "t5-gated-encoder": 11.5, "phi": 9,
-}  # fmt: skip
 #: In this order: inputs of norms; q, k, v; probabilities; attention's output; MLP or experts. An input of a norm is a
 #: residual sum or the product that, with an earlier sum, makes it; k and v have half the heads.
-FLOOR |= {
+FLOOR = zoo.FLOOR | {
     "gemma2": 2 + 2 + 2 + 1 + 5.5,  # norms on both sides: both sums are remade; seq / head size = 2u of probabilities
     "gemma3": 2 + 2 + 1 + 5.5,  # q and k before their norms
     "olmo2": 2 + 2 + 1 + 5.5,  # norms after the products only, whose sums the next products take
@@ -44,11 +39,6 @@ FLOOR |= {
 CHAINED = ("gemma2", "gemma3", "olmo2", "glm4")
 #: Of the floor: what a layer may keep.
 SLACK = dict.fromkeys(FAMILIES + MORE, 1.03) | dict.fromkeys(ZOO, 1.045) | dict.fromkeys(CHAINED, 1.065)
-
-
-@pytest.fixture(autouse=True)
-def claimed():
-    only_on_cpu(DEVICE, BYTES)
 
 
 @functools.cache

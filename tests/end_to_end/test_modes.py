@@ -1,7 +1,6 @@
 """Ways to train: whatever is done around a forward and a backward, a patched model gives and leaves what stock does."""
 
 import contextlib
-import copy
 import gc
 import pickle
 
@@ -16,16 +15,13 @@ from hf_memsave.count.kept import _ByModule
 from hf_memsave.patching.swap import _CLASSES
 from support.helpers import halved
 from support.modes import CAUSAL, FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make
-from support.steps import assert_same, step
+from support.steps import assert_same, patched_copy, step
 from support.zoo import Size, batch_for, build
 
 
 def pair(family, device="cpu", config=True):
-    """Ours and stock, with the same weights."""
     stock = make(family, device)
-    ours = copy.deepcopy(stock)
-    patch(ours, config)
-    return ours, stock
+    return patched_copy(stock, config), stock
 
 
 @pytest.mark.parametrize(("family", "mode"), halved(FAMILIES, MODES | WITHOUT_GRADIENTS))

@@ -11,14 +11,9 @@ import pytest
 TESTS = Path(__file__).parents[1]
 #: Run, as "dtype-variant" -> how many cases are equal, at least. A plain one takes two samples of each operation.
 RUNS = {
-    "float32-plain": 1950,
-    "complex64-plain": 980,
-    "bfloat16-plain": 1430,
-    "float32-autocast": 920,
-    "float32-checkpoint": 920,
-    "float32-gate": 920,
-    "bfloat16-block": 670,
-}
+    "float32-plain": 1950, "complex64-plain": 980, "bfloat16-plain": 1430, "float32-autocast": 920,
+    "float32-checkpoint": 920, "float32-gate": 920, "bfloat16-block": 670,
+}  # fmt: skip
 #: Of how many operations and modules `make test` takes one, in each run the next ones.
 EVERY = 120
 

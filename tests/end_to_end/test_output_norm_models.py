@@ -13,10 +13,6 @@ from support.zoo import QUOTED, batch_for, build
 OUTPUT = MemSaveConfig(norm="output")
 
 
-def norms(model):
-    return [module for module in model.modules() if isinstance(module, (nn.LayerNorm, LlamaRMSNorm))]
-
-
 def test_a_norm_without_weight_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False))
     with pytest.raises(PatchError, match=r"1 \(LayerNorm\) has no weight .* expects one.* Use norm='recompute'"):
@@ -60,7 +56,7 @@ def test_a_model_trains_as_stock(device, family, dtype, config):
         optimizer.step()
         if (config, dtype) == ("output", torch.float32):
             with torch.no_grad():  # columns come into need: of a γ that is 0, and of a β that grows
-                for norm in norms(stock):
+                for norm in (m for m in stock.modules() if isinstance(m, (nn.LayerNorm, LlamaRMSNorm))):
                     norm.weight[seed::5], norm.weight[seed + 1 :: 7] = 0.0, 1.0
                     if family == "bert":
                         norm.bias[seed::3] += 2.0

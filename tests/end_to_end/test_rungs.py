@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from hf_memsave.errors import ConfigError, PatchError
 from support.helpers import MATRIX, of_layers, thinned
 from support.lora import adapted, quantized
 from support.steps import assert_same, step
-from support.zoo import FAMILIES, LOW, MODES, MORE, QUOTED, Size, batch_for, build
+from support.zoo import FAMILIES, LOW, MODES, MORE, QUOTED, Size, batch_for, build, llama_8b
 
 RUNGS = ("o_proj", "qkv", "up", "gate", "block")
 SIZE, DEEPER = Size(), Size(layers=3)
@@ -32,22 +33,11 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those
 #: which "up" and "gate" both free. LLaMA-3-8B's proportions are in bf16. On NF4, in u of fp32: x or a bf16 product, h
 #: likewise, o; q, k, v, gate and up are in bf16.
 U = {
-    "bert": (10, 9, 6, 2, 2, 1),
-    "gpt2": (10, 9, 6, 2, 2, 1),
-    "llama": (10.5, 9.5, 7.5, 4.75, 2, 1),
-    "phi": (9, 9, 6, 2, 2, 1),
-    "phi3": (10.5, 9.5, 7.5, 7.5, 2, 1),
-    "llama 8b": (11.5, 10.5, 9, 5.5, 2, 1),
+    "bert": (10, 9, 6, 2, 2, 1), "gpt2": (10, 9, 6, 2, 2, 1), "llama": (10.5, 9.5, 7.5, 4.75, 2, 1),
+    "phi": (9, 9, 6, 2, 2, 1), "phi3": (10.5, 9.5, 7.5, 7.5, 2, 1), "llama 8b": (11.5, 10.5, 9, 5.5, 2, 1),
     "llama nf4": (6.25, 6, 5, 3.625, 2.25, 1),
-}
+}  # fmt: skip
 H = 512
-
-
-def llama_8b(layers):
-    """LLaMA-3-8B's proportions: a quarter of the kv heads, 128 wide, and an MLP 3.5 times as wide."""
-    size = Size(hidden=H, heads=4, layers=layers)
-    fields = dict(intermediate_size=7 * H // 2, num_key_value_heads=1, vocab_size=64)
-    return build("llama", size, torch.bfloat16, **fields)
 
 
 def tokens(*shape):
@@ -79,7 +69,7 @@ def assert_a_layer_keeps(make, batch, u, expected, more=0.0):
 def test_a_layer_keeps_its_rung(family):
     expected = dict(zip((None, *RUNGS), U[family], strict=True))
     if family == "llama 8b":
-        assert_a_layer_keeps(llama_8b, tokens(2, 128), 256 * H * 2, expected)
+        assert_a_layer_keeps(partial(llama_8b, hidden=H), tokens(2, 128), 256 * H * 2, expected)
     else:
         batch, statistics = batch_for(build(family, QUOTED), QUOTED), 0.05  # of attention's rows, and dropout's states
 
@@ -91,7 +81,7 @@ def test_a_layer_keeps_its_rung(family):
 
 @on_cpu
 def test_a_rung_costs_its_products_and_no_more_and_the_last_one_attention_too():
-    model, batch, length, flops, attentions = llama_8b(2), tokens(1, 16), 16, [], []
+    model, batch, length, flops, attentions = llama_8b(2, H), tokens(1, 16), 16, [], []
 
     def count():
         with FlopCounterMode(display=False) as counter:
@@ -209,9 +199,6 @@ def test_nf4_linears_run_again_by_their_own_forward(rungs, tmp_path):
     model.set_attn_implementation("eager")
     floor, qkv = (measure_kept(at(model, rung), batch).total for rung in (None, "qkv"))
     assert floor - qkv > 0.99 * 2 * (expected[None] - expected["qkv"]) * QUOTED.u(4)
-
-
-# Peaks.
 
 
 def of_a_step(model, batch):
@@ -338,12 +325,9 @@ def _plain_attributes(model):
 
 
 CHANGES = {
-    "a copy": copy.deepcopy,
-    "a pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "weights assigned": _assigned,
-    "weights moved": lambda model: model.double().float(),
-    "weights that are no parameters": _plain_attributes,
-}
+    "a copy": copy.deepcopy, "a pickle": lambda model: pickle.loads(pickle.dumps(model)), "weights assigned": _assigned,
+    "weights moved": lambda model: model.double().float(), "weights that are no parameters": _plain_attributes,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rung", ["gate", "block"])

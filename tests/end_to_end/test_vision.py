@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from support.helpers import Calls, halved, only_on_cpu, random
 from support.selective import Taped
-from support.steps import assert_same, backward
+from support.steps import assert_same, backward, patched
 
 SIZE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32)
 PATCHES = dict(SIZE, patch_size=8)
@@ -95,9 +95,6 @@ def test_a_layer_of_clip_keeps_the_floor(device):
     assert stock > 19.9
 
 
-# CNNs, with gradients of a few of their tensors.
-
-
 class Last(nn.Module):
     """The last hidden state of a model of Transformers."""
 
@@ -161,8 +158,7 @@ def test_the_preset_of_the_paper_keeps_of_a_cnn_what_exact_does(device, name):
     stock, _, images = cnn(name, "Input", "train", device)
     kept = {}
     for preset in ("selective", "exact"):
-        model = copy.deepcopy(stock.parts[0])
-        patch(model, preset)
+        model = patched(copy.deepcopy(stock.parts[0]), preset)
         kept[preset] = measure_kept(model, images, forward=lambda x, m=model: {"loss": m(x).sum()}).total
     assert kept["selective"] == kept["exact"] < 0.6 * measure_kept(stock, images).total
 

@@ -17,7 +17,7 @@ from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patch_of
 from support.helpers import assert_same_bits, halved, only_on_cpu
 from support.lora import adapted, quantized
-from support.steps import assert_same, step
+from support.steps import assert_same, patched, patched_copy, step
 from support.zoo import FAMILIES, Size, batch_for, build
 
 SIZE = Size(hidden=16, heads=2, layers=2, batch=4, seq=12)
@@ -27,8 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 
 
 def sampled(family, device, linear=SAMPLED, dropout=0.1, use_reentrant=None):
-    model = build(family, SIZE, dropout=dropout).to(device)
-    patch(model, MemSaveConfig(linear=linear))
+    model = patched(build(family, SIZE, dropout=dropout).to(device), MemSaveConfig(linear=linear))
     if use_reentrant is not None:
         enable_checkpointing(model, use_reentrant=use_reentrant)
     return model
@@ -69,8 +68,6 @@ def test_loss_and_all_other_gradients_have_the_bits_of_exact_training(device, fa
         assert any(not torch.equal(got[name], expected[name]) for name in weights), "nothing was sampled"
         assert_same(*({name: t for name, t in of.items() if name not in weights} for of in (got, expected)))
 
-
-# Checkpointing.
 
 kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
@@ -140,9 +137,6 @@ def test_batches_of_any_length_are_learned_from_and_eval_and_no_grad_are_not(dev
     assert all(len(p.start) == 12 and (p.start >= 0).all() for p in sampler.cache.layers.values())
 
 
-# Pads.
-
-
 def test_right_pads_of_a_classifier_are_not_drawn(device):
     model = sampled("bert", device)
     step(model, batch_of(model))
@@ -161,9 +155,6 @@ def test_left_pads_of_a_causal_model_are_drawn(device):
     for _ in range(2):
         step(model, batch)
     assert NONZERO in {int(norms.pads) for norms in sampler_of(model).cache.layers.values()}
-
-
-# Which linears, and what is left on the model.
 
 
 def test_all_linears_of_blocks_are_sampled_and_no_head_or_those_of_targets(device):
@@ -191,8 +182,7 @@ def test_of_an_adapter_only_lora_a_is_sampled(device, order):
     assert not [name for name in names(model) if "lora_B" in name]
     learned = set(sampler_of(model).cache.layers)
     assert len(learned) == 2 and all(name.endswith("q_proj.lora_A.default") for name in learned)  # v shares its draw
-    exact = copy.deepcopy(model)
-    patch(exact, replace=True)
+    exact = patched_copy(model, replace=True)
     for name, tensor in step(exact, batch_of(model)).items():
         if "lora_B" in name:
             assert_same_bits(results[name], tensor, name)
@@ -221,9 +211,6 @@ def test_a_layer_has_one_name_under_every_wrapper(device):
         patch(model := wrap(build("bert", SIZE).to(device)), MemSaveConfig(linear=SAMPLED))
         names.append(sorted(m.__dict__[LAYER].name for m in model.modules() if LAYER in m.__dict__))
     assert names[0] == names[1] == names[2] != []
-
-
-# What a backward tells the cache.
 
 
 def test_a_backward_that_raises_leaves_the_next_one_to_learn_and_to_keep_no_positions(device):

@@ -8,13 +8,14 @@ from peft import LoraConfig, get_peft_model
 
 from hf_memsave import measure_kept, patch
 from hf_memsave.patching.swap import is_patched
-from support.helpers import of_layers, only_on_cpu, thinned
+from support.helpers import of_layers, on_cpu_alone, thinned
 from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, pair, quantized
 from support.zoo import QUOTED, batch_for, build
 
 #: Between them, what is kept after every second or third block evens out.
 DEPTHS = 2, 8
 U = QUOTED.u(2)
+on_cpu = on_cpu_alone()
 
 
 def per_layer(make, mode="bf16, fp32 adapters", patched=True):
@@ -29,14 +30,10 @@ def per_layer(make, mode="bf16, fp32 adapters", patched=True):
     return (kept[1] - kept[0]) / (DEPTHS[1] - DEPTHS[0])
 
 
-# Few targets, and frozen parts.
-
-
 @pytest.mark.parametrize(
     ("mode", "floor"), [("bf16, fp32 adapters", 10.72), ("bf16", 10.66), ("fp32", 2 * 10.63), ("autocast", 11.2)]
 )
-def test_lora_on_q_and_v_keeps_the_floor(mode, floor, device):
-    only_on_cpu(device)
+def test_lora_on_q_and_v_keeps_the_floor(mode, floor):
 
     def make(size):
         config = LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], lora_dropout=0.05)
@@ -53,8 +50,7 @@ def test_lora_on_q_and_v_keeps_the_floor(mode, floor, device):
 @pytest.mark.parametrize(
     ("mode", "dropout", "floor"), [("bf16", 0.0, 12.83), ("bf16", 0.05, 20.46), ("bf16, fp32 adapters", 0.05, 30.23)]
 )
-def test_dora_keeps_the_floor_and_one_result_a_target(mode, dropout, floor, device):
-    only_on_cpu(device)
+def test_dora_keeps_the_floor_and_one_result_a_target(mode, dropout, floor):
     assert per_layer(lambda size: adapted("llama", mode, dropout, size, use_dora=True), mode) <= floor * U
 
 
@@ -62,13 +58,9 @@ DORA = ["bert", "gpt2", "llama"], ["bf16, fp32 adapters", "bf16", "fp32", "autoc
 
 
 @pytest.mark.parametrize(("family", "mode", "dropout"), thinned(4, *DORA))  # with biases, transposed weights, without
-def test_dora_trains_like_stock(family, mode, dropout, device):
-    only_on_cpu(device)
+def test_dora_trains_like_stock(family, mode, dropout):
     stock, ours = pair(adapted(family, mode, dropout, use_dora=True))
     assert_trains_like(ours, stock, mode, steps=3)
-
-
-# Quantized bases.
 
 
 #: Family -> what a layer keeps in 4 or 8 bits as loaded; and prepared by PEFT, which makes the residual stream fp32,
@@ -77,15 +69,13 @@ QUANTIZED = {"bert": (10.6, 12.66, 21.15), "gpt2": (10.44, 12.42, 20.9), "llama"
 
 
 @pytest.mark.parametrize(("family", "bits", "prepared"), thinned(3, QUANTIZED, [4, 8], [True, False]))
-def test_a_quantized_base_keeps_the_floor(family, bits, prepared, saved, device):
-    only_on_cpu(device)
+def test_a_quantized_base_keeps_the_floor(family, bits, prepared, saved):
     floor = QUANTIZED[family][bits // 4 if prepared else 0]
     assert per_layer(lambda size: quantized(saved(size, family), bits, prepared, family)) <= floor * U
 
 
 @pytest.mark.long
-def test_the_meter_counts_what_8bit_linears_hide_and_dora_on_nf4_keeps_no_dequantized_weight(saved, device):
-    only_on_cpu(device)
+def test_the_meter_counts_what_8bit_linears_hide_and_dora_on_nf4_keeps_no_dequantized_weight(saved):
     of = {bits: per_layer(lambda size, bits=bits: quantized(saved(size), bits), patched=False) for bits in (4, 8)}
     hidden = 2 + 2.75  # each norm's output and the gated product; o_proj's input is kept by attention anyway
     assert of[8] - of[4] == pytest.approx(hidden * QUOTED.u(4), rel=0.01)
@@ -93,8 +83,7 @@ def test_the_meter_counts_what_8bit_linears_hide_and_dora_on_nf4_keeps_no_dequan
 
 
 @pytest.mark.parametrize(("bits", "dora"), [(4, False), (4, True), (8, False)])  # stock cannot train DoRA on 8 bits
-def test_a_quantized_base_trains_like_stock(bits, dora, saved, device):
-    only_on_cpu(device)
+def test_a_quantized_base_trains_like_stock(bits, dora, saved):
     stock = quantized(saved(SIZE), bits, use_dora=dora)
     ours = quantized(saved(SIZE), bits, use_dora=dora)
     report = patch(ours)
@@ -109,10 +98,9 @@ def test_a_quantized_base_trains_like_stock(bits, dora, saved, device):
 # Ways of training that test_peft_methods.py has not.
 
 
-def test_lora_fa_trains_like_stock_and_keeps_no_input_of_lora_a(device):
+def test_lora_fa_trains_like_stock_and_keeps_no_input_of_lora_a():
     from peft.optimizers import create_lorafa_optimizer
 
-    only_on_cpu(device)
     stock, ours = pair(adapted("llama", "fp32"))
     finals = []
     for model in (ours, stock):
@@ -127,14 +115,12 @@ def test_lora_fa_trains_like_stock_and_keeps_no_input_of_lora_a(device):
     assert measure_kept(ours, batch_for(ours, SIZE)).total < 0.7 * measure_kept(stock, batch_for(stock, SIZE)).total
 
 
-def test_a_batch_of_several_adapters_is_stocks(device):
-    only_on_cpu(device)
+def test_a_batch_of_several_adapters_is_stocks():
     stock = adapted("llama")
     stock.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     stock, ours = pair(stock.eval())
     batch = batch_for(ours, SIZE)
-    names = ["second", "__base__"]
-    results = []
+    names, results = ["second", "__base__"], []
     for model in (ours, stock):
         embeddings = model.get_input_embeddings().weight.requires_grad_()
         output = model(**batch, adapter_names=names)

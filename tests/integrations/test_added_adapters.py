@@ -122,9 +122,6 @@ def test_adapters_that_cannot_be_saved_are_refused_when_asked_for(options):
         MemSaveLoraConfig(memsave="nope")
 
 
-# Between forward and backward.
-
-
 @pytest.mark.parametrize("change", ["merge", "write"])
 def test_a_quantized_weight_changed_before_backward_is_seen(change, saved, device):
     only_on_cpu(device)

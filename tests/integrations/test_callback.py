@@ -8,7 +8,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, MemSaveTrainer, PatchError, measure_kept, unpatch
-from hf_memsave.patching.swap import is_patched, patch_of
+from hf_memsave.patching.swap import patch_of
 from support.helpers import only_on_cpu
 from support.rows import Rows, arguments, logged
 from support.steps import assert_same, patched_classes
@@ -143,8 +143,7 @@ def test_a_model_built_by_model_init_is_patched_each_time(make):
 
 
 def test_hyperparameter_search_finds_what_stock_finds(make):
-    optuna = pytest.importorskip("optuna")
-    found = []
+    optuna, found = pytest.importorskip("optuna"), []
     for callbacks in ([], [MemSaveCallback()]):
         trainer = make(
             model_init=lambda trial: build("llama"), callbacks=callbacks, trainer={"eval_dataset": Rows("llama")}
@@ -178,22 +177,6 @@ def test_a_step_that_fails_leaves_nothing_behind(make, place, monkeypatch):
     assert callback.report.skipped == ()
     again.train()
     assert callback.metrics["memsave/kept_gib"] > 0 and "forward" not in vars(trainer.model)
-
-
-# The trainer of our own, and the mixin.
-
-
-def test_the_mixin_serves_any_trainer(make):
-    class Mine(hf_memsave.MemSaveMixin, Trainer):
-        pass
-
-    trainer = make(cls=Mine, trainer={"memsave": {"norm": "stock"}})
-    quiet = {type(m).__name__ for m in trainer.model.modules() if is_patched(m) and patch_of(m).op == "quiet"}
-    assert quiet == {"LlamaRMSNorm"}
-    assert not patched_classes(make(cls=Mine, trainer={"memsave": False}).model)
-
-
-# Mistakes.
 
 
 def test_two_callbacks_must_agree(make):

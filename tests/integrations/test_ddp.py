@@ -27,7 +27,7 @@ from support import accuracy
 from support.compiled import interpreted
 from support.in_rows import SIZE as LONG
 from support.in_rows import assert_near, in_rows
-from support.steps import assert_same
+from support.steps import assert_same, patched
 from support.zoo import VOCAB, Size, batch_for, build
 
 #: Engines, orders and kinds of checkpointing are in test_engines.py.
@@ -130,8 +130,7 @@ def refusal():
 def first_step_said(rank):
     """What a process without handlers of its own writes as a model is trained under DistributedDataParallel."""
     with contextlib.redirect_stderr(io.StringIO()) as written:
-        model = build("llama", SIZE)
-        patch(model)
+        model = patched(build("llama", SIZE))
         model = DistributedDataParallel(model)
         for number in range(STEPS):
             model(**batch_for(model.module, SIZE, seed=10 * number + rank)).loss.backward()
@@ -244,8 +243,7 @@ def of_case(ranks, case):
 @pytest.mark.parametrize("case", SHARDED, ids="/".join)
 def test_linears_that_run_again_find_weights_that_the_user_gathers_and_frees(case, ranks):
     """And keep no more than in a single process."""
-    model = build("llama")
-    patch(model, MemSaveConfig(**AGAIN["gate"]))
+    model = patched(build("llama"), MemSaveConfig(**AGAIN["gate"]))
     with torch.autocast("cpu", torch.bfloat16):
         expected = measure_kept(model, batch_for(model)).total
     for found in of_case(ranks, case):

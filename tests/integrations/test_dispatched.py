@@ -15,8 +15,6 @@ from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, step
 from support.zoo import batch_for, build
 
-# Accelerate's hooks
-
 OFFLOADED = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "lm_head"), "cpu")
 OFFLOADED |= dict.fromkeys(("model.layers.1", "model.norm"), "disk")
 
@@ -63,8 +61,7 @@ def test_an_offloaded_model_gives_stocks_bits(dispatched):
 
 def taped_norm_calls(model):
     """Whether our tape is on while each norm runs, in one forward."""
-    seen = []
-    norms = [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
+    norms, seen = [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"], []
     handles = [norm.register_forward_pre_hook(lambda *_: seen.append(current() is not None)) for norm in norms]
     model(**batch_for(model))
     for handle in handles:
@@ -87,9 +84,6 @@ def test_hooks_and_patches_come_in_any_order(order, device):
     assert taped_norm_calls(model) == [True] * 5
     hf_memsave.unpatch(model)
     assert taped_norm_calls(model) == [False] * 5
-
-
-# Adapters
 
 
 def test_an_adapter_folder_loads_patched_and_trains_with_stocks_bits(saved, tmp_path, device):

@@ -26,9 +26,10 @@ from hf_memsave.patching import first_step
 from hf_memsave.patching.first_step import FIRST, LEDGER
 from hf_memsave.tape.kinds import WORDS
 from hf_memsave.tape.ledger import Ledger
-from support.helpers import only_on_cpu
+from support.helpers import on_cpu_alone
 from support.zoo import Size, batch_for, build
 
+on_cpu = on_cpu_alone("this count of bytes")
 SIZE = Size(hidden=64, layers=2, batch=4, seq=64)
 FIXED = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
 LORA = LoraConfig(lora_dropout=0.1, target_modules="all-linear")
@@ -41,14 +42,8 @@ def folder(saved):
     return str(saved(SIZE))
 
 
-@pytest.fixture(autouse=True)
-def on_cpu(device):
-    only_on_cpu(device, "this count of bytes")
-
-
 @pytest.fixture
 def lines(caplog):
-    """What was said of first steps so far."""
     return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_memsave" and "the first step" in r.message]
 
 
@@ -259,9 +254,6 @@ def test_a_rung_that_the_model_has_no_linears_for_is_not_advised(lines):
     assert '"gate"' not in line
     model.train(False)
     patch(model, "block", replace=True)
-
-
-# Once and where it is asked for
 
 
 TOLD = {"not at all": 1, "by Transformers": 0, "by Python": 0, "by a null handler": 1, "by a file": 1}

@@ -34,12 +34,6 @@ def is_memsave(model):
     return bool(blocks) and all(map(is_patched, (model, *blocks)))
 
 
-def norms(model):
-    return [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
-
-
-# Doors
-
 FAMILY_OF = {
     AutoModel: "llama", AutoModelForSequenceClassification: "bert", AutoModelForSeq2SeqLM: "t5-encoder",
     LlamaForCausalLM: "llama", LlamaModel: "llama", GPT2LMHeadModel: "gpt2",
@@ -66,9 +60,6 @@ def test_every_class_patches_what_it_loads_and_what_it_builds(cls, saved):
     assert config._attn_implementation == "sdpa"
 
 
-# Values of the flag
-
-
 def test_ways_to_ask_for_the_default_or_for_a_config(saved):
     default = LlamaForCausalLM.from_pretrained(saved(), memsave=True)
     for value in ("exact", {"norm": "recompute"}, MemSaveConfig(), {}):
@@ -81,7 +72,8 @@ def test_ways_to_ask_for_the_default_or_for_a_config(saved):
         LlamaForCausalLM.from_pretrained(saved(), memsvae=True)
     for door, value in ((AutoModelForCausalLM, {"norm": "stock"}), (LlamaForCausalLM, MemSaveConfig(norm="stock"))):
         model = door.from_pretrained(saved(), memsave=value)
-        assert is_memsave(model) and {patch_of(norm).op for norm in norms(model)} == {"quiet"}
+        norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+        assert is_memsave(model) and {patch_of(norm).op for norm in norms} == {"quiet"}
 
 
 def test_a_wrong_value_raises_before_weights_are_looked_for_or_a_model_is_made(tmp_path):
@@ -95,9 +87,6 @@ def test_a_wrong_value_raises_before_weights_are_looked_for_or_a_model_is_made(t
     ):
         with pytest.raises(ConfigError, match="expected|must be"):
             load(memsave=value)
-
-
-# Other arguments go on working
 
 
 def test_loading_info_attention_dtype_and_overrides(saved):
@@ -124,9 +113,6 @@ def test_importing_twice_wraps_once_and_the_methods_keep_name_and_documentation(
         assert method.__name__ == name
         assert method.__module__ == "transformers.modeling_utils"
     assert "pretrained" in PreTrainedModel.from_pretrained.__doc__
-
-
-# The way out
 
 
 def test_configs_and_saved_files_are_stocks(saved, tmp_path):

@@ -23,9 +23,6 @@ FLOOR = {
 }  # fmt: skip
 
 
-# The floor.
-
-
 @pytest.mark.parametrize(("family", "mode", "dropout"), thinned(5, FLOOR, MODES, [0.05, 0.0]))
 def test_a_layer_keeps_the_floor_and_the_rank_terms(family, mode, dropout, device):
     only_on_cpu(device)
@@ -42,17 +39,11 @@ def test_a_layer_keeps_the_floor_and_the_rank_terms(family, mode, dropout, devic
     assert totals[1] - totals[0] <= 1.03 * (floor + rank_terms(targets[1] - targets[0], mode, size))
 
 
-# Stock's bits.
-
-
 @pytest.mark.parametrize(("family", "mode"), thinned(4, FAMILIES, MODES))
 def test_adapters_train_like_stock_peft(family, mode, device):
     only_on_cpu(device)
     stock, ours = pair(adapted(family, mode))
     assert_trains_like(ours, stock, mode, steps=8 if family in ("bert", "llama") else 3)
-
-
-# Stock's ways of working.
 
 
 def test_adapters_can_be_left_stock(device):
@@ -71,9 +62,6 @@ def test_adapters_can_be_left_stock(device):
     assert casts_of_inputs() == inputs
     patch(model, replace=True)
     assert casts_of_inputs() == set()
-
-
-# One call for base and adapters.
 
 
 def memsave_lora(**options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,23 +15,22 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import measure_kept, patch, unpatch
-from support.helpers import only_on_cpu, thinned
-from support.steps import assert_same, step, with_uneven_vectors
+from support.helpers import on_cpu_alone, thinned
+from support.steps import assert_same, patched_copy, step, with_uneven_vectors
 from support.zoo import Size, batch_for, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # half of these tools are deprecated, and still in use
 
 #: A dropout's mask is larger than the state of the generator that draws it again.
 SIZE = Size(hidden=64, batch=4, seq=32)
+on_cpu = on_cpu_alone()
 STEPS = 2
 THREE = ["bert", "gpt2", "llama"]
 
 
 def pair(family: str) -> tuple[nn.Module, nn.Module]:
-    """A stock model, and a patched one with the same parameters."""
     stock = with_uneven_vectors(build(family, SIZE))
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours = patched_copy(stock)
     return stock, ours
 
 
@@ -94,8 +92,7 @@ def with_tool(tool: str, family: str, when: str = "before") -> tuple[nn.Module, 
 
 
 @pytest.mark.parametrize(("tool", "family"), thinned(3, TOOLS, THREE))
-def test_a_model_trains_like_stock_keeps_less_and_is_stock_again_after_unpatching_under(tool, family, device):
-    only_on_cpu(device)
+def test_a_model_trains_like_stock_keeps_less_and_is_stock_again_after_unpatching_under(tool, family):
     if tool in COMPILERS and family == "gpt2":
         pytest.skip("does not apply: it refuses Conv1D in stock")
     plain, changed = build(family, SIZE), build(family, SIZE)
@@ -115,19 +112,12 @@ def test_a_model_trains_like_stock_keeps_less_and_is_stock_again_after_unpatchin
     assert_trains_like(ours, stock)
 
 
-# Tools that read a model, or make another of it.
-
-
-# torch.func.
-
-
 def moved(model: nn.Module) -> dict[str, Tensor]:
     return {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", thinned(2, THREE))
-def test_a_functional_call_is_stocks_and_keeps_less(family, device):
-    only_on_cpu(device)
+def test_a_functional_call_is_stocks_and_keeps_less(family):
     found, sizes = [], []
     for model in pair(family):
         parameters = moved(model)
@@ -152,8 +142,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(("transform", "family"), thinned(3, TRANSFORMS, THREE))
-def test_a_transform_of_a_model_in_eval_is_stocks(transform, family, device):
-    only_on_cpu(device)
+def test_a_transform_of_a_model_in_eval_is_stocks(transform, family):
     found = []
     for model in pair(family):
         batch = batch_for(model, SIZE)

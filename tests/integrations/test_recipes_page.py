@@ -29,10 +29,8 @@ SCRIPT = "TRL: supervised fine-tuning, 2"
 SHOWN = {title: text.split("```text\n")[1].split("```")[0] for title, text in PARTS.items() if "```text\n" in text}
 #: What patches, and stock in its place.
 STOCK = {
-    "memsave=True": "memsave=False",
-    '"memsave": True': '"memsave": False',
-    "hf_memsave.patch(model)": "None",
-}
+    "memsave=True": "memsave=False", '"memsave": True': '"memsave": False', "hf_memsave.patch(model)": "None",
+}  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries say of each other
 

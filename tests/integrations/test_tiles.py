@@ -5,8 +5,6 @@ import copy
 import functools
 import gc
 import io
-import sys
-import threading
 import weakref
 
 import pytest
@@ -25,6 +23,7 @@ from support.in_rows import SIZE, assert_near, in_rows, whole
 from support.lora import quantized
 from support.rows import Rows, arguments, logged
 from support.steps import step
+from support.threads import in_threads, switching
 from support.zoo import Size, batch_for, build
 
 TILES = MemSaveConfig(tiles=40)
@@ -61,9 +60,6 @@ def two_steps(model, size=SIZE, **options):
         found |= {f"{seed} {name}": one for name, one in step(model, batch_for(model, size), seed, **options).items()}
         found[f"{seed} generator"] = torch.get_rng_state()
     return found
-
-
-# Trainers.
 
 
 def trained(folder, model, cls=Trainer, checkpoint=None, steps=4, save_steps=2, **options):
@@ -142,18 +138,11 @@ def test_gradient_checkpointing_beside_tiles_is_stocks(tmp_path, caplog):
     assert 'Leave it out: memsave="tiles" runs blocks again by itself.' in caplog.text
 
 
-# Adapters and quantized bases.
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_dora": True}, {"use_rslora": True, "target_modules": None, "task_type": "CAUSAL_LM"},
-        {"target_modules": ["q_proj"], "modules_to_save": ["up_proj", "lm_head"]}, {"bias": "all", "lora_bias": True},
-    ],
-    ids=["DoRA", "rsLoRA", "modules to save", "biases"],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"use_dora": True}, {"use_rslora": True, "target_modules": None, "task_type": "CAUSAL_LM"},
+    {"target_modules": ["q_proj"], "modules_to_save": ["up_proj", "lm_head"]}, {"bias": "all", "lora_bias": True},
+], ids=["DoRA", "rsLoRA", "modules to save", "biases"])  # fmt: skip
 def test_kinds_of_lora(options):
     assert_alike(lambda: lora(llama(), **options), two_steps)
 
@@ -185,9 +174,6 @@ def test_lora_on_a_quantized_base(bits, saved):
 
     # Products in bf16 have other last bits for other numbers of rows: both are .0086 from products in fp32.
     assert_alike(make, lambda model: two_steps(model, size), slack=2**-13 if bits == 4 else 1e-5)
-
-
-# What autograd and PyTorch's tools do beside.
 
 
 def repeated(times=4):
@@ -288,16 +274,8 @@ def test_threads_that_share_a_model():
             except Exception as error:
                 wrong.append(repr(error))
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    with switching(1e-5):
+        in_threads(*(functools.partial(run, number) for number in range(3)))
     assert not wrong
     assert_tiled(model)
 

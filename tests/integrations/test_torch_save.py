@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import patch, unpatch
-from support.steps import assert_same, gradients, patched_classes, step
+from support.steps import assert_same, gradients, patched, patched_classes, step
 from support.zoo import batch_for, build
 
 #: Loads models where the package is not installed, and trains each for one step; the last is a patched one.
@@ -57,8 +57,7 @@ def test_undone_models_load_without_the_package_and_a_patched_one_asks_for_it(tm
 
 @pytest.mark.parametrize("how", [True, "tempo"], ids=str)
 def test_with_the_package_it_comes_back_patched(how, tmp_path):
-    model = build("llama")
-    patch(model, how)
+    model = patched(build("llama"), how)
     torch.save(model, tmp_path / "model.pt")
     other = torch.load(tmp_path / "model.pt", weights_only=False)
     assert patched_classes(other) == patched_classes(model) != {}

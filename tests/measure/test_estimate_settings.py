@@ -254,8 +254,7 @@ def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, ca
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("batch_size", marks=MATRIX), "seq_len"])
 def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monkeypatch):
-    asked = []
-    search = module.search
+    search, asked = module.search, []
     monkeypatch.setattr(module, "search", lambda needed, *rest: search(lambda n: asked.append(n) or needed(n), *rest))
     step, limit = dict(batch_size=16, seq_len=64, optimizer="sgd"), 700 * 2**20
     of = Training(**step)

@@ -23,15 +23,10 @@ from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.tape import attention as tape_attention
 from support.fake import ATTENTION, DATA_ERRORS, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
 from support.helpers import MATRIX, halved, on_stand_in
-from support.zoo import FAMILIES, MORE, QUOTED, build
+from support.zoo import FAMILIES, FLOOR, MORE, QUOTED, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 
-FLOOR = {
-    **dict.fromkeys(("bert", "roberta", "distilbert", "electra", "gpt2", "opt", "t5-encoder"), 10),
-    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3", "gemma"), 10.5),
-    "t5-decoder": 15, "t5-gated-encoder": 11.5, "phi": 9,
-}  # fmt: skip
 #: LoRA as PEFT has it by default; a dropout keeps 16 bytes.
 LORA = {"bert": 10.5, "gpt2": 10.4, "llama": 11.1, "phi": 9.6, "phi3": 10.9}
 #: Stock: a byte an element for each of BERT's two dropouts, where CPU keeps two; norms of LLaMA in fp32.

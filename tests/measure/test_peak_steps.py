@@ -78,8 +78,7 @@ def made(family, has_adapters, is_autocast, size, patched):
 @pytest.mark.parametrize("of", STEPS)
 def test_a_steps_peak_is_at_most_this_part_of_stocks(of):
     family, has_adapters, is_autocast, limit = STEPS[of]
-    size = HALF if has_adapters or (family, is_autocast) == ("llama", True) else LAYERS
-    peaks = {}
+    size, peaks = HALF if has_adapters or (family, is_autocast) == ("llama", True) else LAYERS, {}
     for patched in (False, True):
         model, step = made(family, has_adapters, is_autocast, size, patched)
         model.config.use_cache = "a cache" in of  # which the caller asks for

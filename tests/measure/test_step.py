@@ -14,7 +14,6 @@ from hf_memsave.errors import MeasureError
 from hf_memsave.measure import step as module
 from hf_memsave.measure.step import TOLERANCE, Difference, compare_step, deterministic_kernels
 from hf_memsave.patching.swap import is_patched
-from support.planted import plant_wrong_gradient
 from support.steps import state_of
 from support.zoo import Size, build
 
@@ -37,6 +36,20 @@ class Net(nn.Module):
         self.write(hidden)
         noise = 1 + self.noise * torch.randn(output.shape, generator=self.draws)
         return {"loss": (output * noise).square().mean()}
+
+
+def plant_wrong_gradient(monkeypatch, parameter, but_for=...):
+    """In ``compare_step``, patched gradients of such parameters are half as large again, but for one config."""
+    patch = module.patch
+
+    def wrong_patch(model, config):
+        report = patch(model, config)
+        for name, tensor in model.named_parameters():
+            if name.endswith(parameter) and config != but_for:
+                tensor.register_hook(lambda gradient: gradient * 1.5)
+        return report
+
+    monkeypatch.setattr(module, "patch", wrong_patch)
 
 
 @pytest.fixture

@@ -31,8 +31,7 @@ def test_an_activation_of_odd_numbers(make, value, dtype, device):
     Of infinity, what is told from y has the slope there, and few bits have NaN as stock's.
     """
     x = odd(dtype, device)
-    module = swapped(make(), "activation", VALUES[value])
-    found = []
+    module, found = swapped(make(), "activation", VALUES[value]), []
     for layer in (module, make()):
         leaf = x.clone().requires_grad_()
         with taping():

@@ -1,7 +1,5 @@
 """A LoRA layer as one node of autograd: stock's bits, what is kept, and where PEFT's own forward runs instead."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave import MemSaveConfig, measure_kept
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops import lora
@@ -18,7 +16,7 @@ from hf_memsave.patching.swap import set_class, stock_class
 from support.helpers import only_on_cpu
 from support.lora import SIZE, adapted
 from support.pairs import pairwise
-from support.steps import assert_same, gradients, step
+from support.steps import assert_same, gradients, patched_copy, step
 from support.zoo import batch_for
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -69,9 +67,7 @@ def reads(make=nn.Linear, dtype=torch.float32, p=0.3, wants="adapters", **option
 
 
 def patched(model, **options):
-    ours = copy.deepcopy(model)
-    patch(ours, MemSaveConfig(**options))
-    return ours
+    return patched_copy(model, MemSaveConfig(**options))
 
 
 def rows(model, seed=1):
@@ -203,8 +199,7 @@ def test_hooks_of_all_modules_and_modes_see_peft(ran):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("make", [nn.Linear, conv])
 def test_gradients_of_gradients_are_right(make, p, ran):
-    found = []
-    stock = reads(make, torch.float64, p, "norm")
+    stock, found = reads(make, torch.float64, p, "norm"), []
     for model in (stock, patched(stock)):
         torch.manual_seed(3)
         trained, x = [parameter for parameter in model.parameters() if parameter.requires_grad], rows(model)
@@ -257,8 +252,7 @@ def test_checkpointed_blocks_have_stocks_bits(is_again, ran):
     stock = adapted("llama")
     enable_checkpointing(stock, use_reentrant=is_again)
     stock.enable_input_require_grads()
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours = patched_copy(stock)
     for seed in range(2):
         assert_same(step(ours, batch_for(ours, SIZE), seed), step(stock, batch_for(stock, SIZE), seed))
     assert len(ran) == 2 * 7 * SIZE.layers * (1 if is_again else 2)
@@ -269,8 +263,7 @@ def test_at_no_rung_is_more_kept_than_for_pefts_forward(rung, ran):
     model = adapted("llama", size=SIZE)
     stock, kept = step(model, batch_for(model, SIZE)), []
     for is_one in (True, False):
-        ours = copy.deepcopy(model)
-        patch(ours, MemSaveConfig(checkpoint=rung))
+        ours = patched_copy(model, MemSaveConfig(checkpoint=rung))
         for module in ours.modules() if not is_one else ():
             if hasattr(module, "lora_A"):
                 set_class(module, stock_class(module))
@@ -295,14 +288,11 @@ def direct(change=lambda x: x, write=lambda x: None):
     return meddle
 
 
-@pytest.mark.parametrize(
-    ("change", "write", "runs"),
-    [
-        (lambda x: x, lambda x: None, 0),  # autocast converts a leaf once for all who read it
-        (lambda x: x * 2, lambda x: x.mul_(2), 2), (lambda x: x * 2, lambda x: x.data.mul_(2), 2),
-        (lambda x: (x * 2)[:1, :4], lambda x: None, 0),  # whose products stock computes as batched ones
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "write", "runs"), [
+    (lambda x: x, lambda x: None, 0),  # autocast converts a leaf once for all who read it
+    (lambda x: x * 2, lambda x: x.mul_(2), 2), (lambda x: x * 2, lambda x: x.data.mul_(2), 2),
+    (lambda x: (x * 2)[:1, :4], lambda x: None, 0),  # whose products stock computes as batched ones
+])  # fmt: skip
 def test_what_stock_does_with_an_input_of_its_own(change, write, runs, ran):
     stock = reads()
     ours = patched(stock)

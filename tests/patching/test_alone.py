@@ -19,7 +19,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch, unpatch
 from hf_memsave.patching.swap import patch_of
 from support.helpers import assert_same_bits, only_on_cpu, random
-from support.steps import assert_same, gradients
+from support.steps import assert_same, gradients, patched, patched_copy
 from support.zoo import build, config_of
 
 N, ROWS, WIDTH = 256 * 32, 256, 32
@@ -41,10 +41,6 @@ def frozen(make):
     return lambda: make().requires_grad_(False)
 
 
-def in_eval(make):
-    return lambda: make().requires_grad_(False).eval()
-
-
 LAYERS = {
     # Spared only where the tape also sees the layer after it, which stands outside.
     "gelu": Layer(nn.GELU, freed=0),
@@ -63,7 +59,7 @@ LAYERS = {
     "dropout": Layer(lambda: nn.Dropout(0.3), freed=4 * N - N // 8),
     "dropout by seed": Layer(lambda: nn.Dropout(0.3), {"dropout": "seed"}, 4 * N - 5056),
     "frozen convolution": Layer(frozen(lambda: nn.Conv2d(16, 16, 3, padding=1)), freed=4 * N, shape=IMAGE),
-    "frozen batch norm": Layer(in_eval(lambda: nn.BatchNorm2d(16)), shape=IMAGE),
+    "frozen batch norm": Layer(frozen(lambda: nn.BatchNorm2d(16).eval()), shape=IMAGE),
     "max pool": Layer(lambda: nn.MaxPool2d(2), shape=IMAGE),
     "average pool": Layer(lambda: nn.AvgPool2d(2), shape=IMAGE),
     "gated mlp": Layer(lambda: LlamaMLP(config_of("llama", intermediate_size=64)), freed=2 * 2 * 4 * N),
@@ -99,8 +95,7 @@ def made(name, device):
     layer = LAYERS[name]
     torch.manual_seed(0)
     stock = layer.make().to(device)
-    ours = copy.deepcopy(stock)
-    patch(ours, layer.config)
+    ours = patched_copy(stock, layer.config)
     x = random(*layer.shape, device=device)
     return Around(stock, layer.shape).to(device), Around(ours, layer.shape).to(device), x
 
@@ -180,17 +175,12 @@ def test_the_report_names_the_layer_also_in_a_wrapper_and_compares_it(device):
 
 
 def test_a_layer_of_a_patched_model_can_have_a_config_of_its_own(device):
-    model = build("llama").to(device)
-    patch(model)
-    mlp = model.model.layers[0].mlp
-    patch(mlp, "tempo")
+    model = patched(build("llama").to(device))
+    mlp = patched(model.model.layers[0].mlp, "tempo")
     assert patch_of(mlp.act_fn).value == "invert"
     unpatch(mlp)
     assert patch_of(mlp) is patch_of(mlp.act_fn) is None
     assert patch_of(model.model.layers[0]) is not None and patch_of(model) is not None
-
-
-# Sampled
 
 
 def sampled(device, make=lambda: nn.Linear(WIDTH, WIDTH), **options):

@@ -10,7 +10,7 @@ from transformers.utils import ModelOutput
 
 from hf_memsave import measure_kept, patch
 from support.helpers import only_on_cpu
-from support.steps import assert_same, patched_classes, step, with_uneven_vectors
+from support.steps import assert_same, patched_classes, patched_copy, step, with_uneven_vectors
 from support.zoo import batch_for, build
 
 
@@ -24,9 +24,6 @@ def test_a_norm_whose_arithmetic_is_not_known_is_never_approximated(kind, device
     assert {site.op for site in report.sites} == {"model", "block"}
     batch = batch_for(stock)
     assert_same(step(ours, batch), step(stock, batch))
-
-
-# Modules of one's own
 
 
 class InPlace(nn.Module):
@@ -92,8 +89,7 @@ def own(cls, device):
 def test_a_module_of_ones_own_trains_with_the_same_bits_and_keeps_less(cls, device):
     only_on_cpu(device)
     stock, batch = own(cls, device)
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours = patched_copy(stock)
     assert_same(step(ours, batch), step(stock, batch))
     assert measure_kept(ours, batch).total <= OWN[cls] * measure_kept(stock, batch).total
 

@@ -65,8 +65,7 @@ def test_the_modules_of_later_blocks_are_left_to_stock_and_no_other(family):
 def test_each_block_frees_more(family, kind, device):
     model = eager(family, device)
     batch = batch_for(model, SIZE)
-    stock, count = measure_kept(model, batch).total, len(block_numbers(model))
-    kept = []
+    stock, count, kept = measure_kept(model, batch).total, len(block_numbers(model)), []
     for number in range(count + 1):
         patch(model, only(kind, number), replace=True)
         kept.append(measure_kept(model, batch).total)

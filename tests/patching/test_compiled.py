@@ -14,19 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_memsave import patch
 from hf_memsave.patching.partitioner import Floor
+from support.attacks import assert_alike
 from support.compiled import saved
 from support.helpers import Calls, random
-from support.steps import assert_same, step
-from support.zoo import Size, batch_for, build
+from support.steps import assert_same, patched, step
+from support.zoo import Size, batch_for, build, llama_8b
 
 pytestmark = pytest.mark.usefixtures("afresh")
 H = 256
-
-
-def llama_8b(layers):
-    """LLaMA-3-8B's proportions."""
-    fields = dict(intermediate_size=7 * H // 2, num_key_value_heads=1, vocab_size=64)
-    return build("llama", Size(hidden=H, layers=layers), torch.bfloat16, **fields)
 
 
 def kept(model, batch):
@@ -41,11 +36,9 @@ def kept(model, batch):
 @pytest.mark.long
 @pytest.mark.parametrize(("fields", "expected"), [({}, 23), ({"checkpoint": "gate"}, 4)], ids=["patched", "gate"])
 def test_a_compiled_layer_keeps_the_floor(fields, expected, no_codegen):
-    ids = torch.randint(0, 64, (2, 64))
-    totals = []
+    ids, totals = torch.randint(0, 64, (2, 64)), []
     for layers in (1, 2):
-        model = llama_8b(layers)
-        patch(model, **fields)
+        model = patched(llama_8b(layers, H), **fields)
         totals.append(kept(model, {"input_ids": ids, "labels": ids}))
     assert (totals[1] - totals[0]) / ids.numel() / H == pytest.approx(expected, abs=0.3)
 
@@ -86,14 +79,12 @@ def test_the_partitioner_is_as_it_was_after_a_compile_and_one_that_fails(what, f
 @pytest.mark.long
 def test_a_compiled_step_is_that_of_compiled_stock(no_codegen):
     """With dropout, whose masks are drawn again from Inductor's seeds."""
-    results = []
-    for patched in (False, True):
+
+    def make():
         torch._dynamo.reset()
-        model = build("bert", Size(layers=1))
-        if patched:
-            patch(model)
-        results.append(step(torch.compile(model, fullgraph=True), batch_for(model, Size())))
-    assert_same(*results)
+        return build("bert", Size(layers=1))
+
+    assert_alike(make, lambda model: step(torch.compile(model, fullgraph=True), batch_for(model, Size())))
 
 
 # Parts alone, "regional compilation": nothing of the tape gets into their graphs.
@@ -117,7 +108,6 @@ def compiled(model, part, backend):
 
 
 def steps(model, batch, is_autocast=False):
-    """The loss and gradients of three steps."""
     low = torch.bfloat16 if is_autocast else None
     return {f"{n} {name}": x for n in range(3) for name, x in step(model, batch, low=low).items()}
 
@@ -176,6 +166,7 @@ def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
+            torch._dynamo.reset()
             self.a, self.b, own = nn.Linear(8, 8), nn.Linear(8, 8), Calls(part)
             if how == "method":
                 own.compile(backend=backend)
@@ -186,15 +177,7 @@ def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
         def forward(self, x):
             return self.b(self.parts[0](self.a(x)).sin())
 
-    results = []
-    for is_patched in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Model()
-        if is_patched:
-            patch(model)
-        results.append(steps(model, random(5, 8)))
-    assert_same(*results)
+    assert_alike(Model, lambda model: steps(model, random(5, 8)))
 
 
 def test_of_parts_that_users_compile_nothing_is_counted(caplog):
@@ -225,8 +208,7 @@ def test_no_more_is_compiled_than_in_stock(part):
 
 
 def test_an_export_leaves_the_partitioner():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    patch(model)
+    model = patched(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
     for strict in (False, True):
         torch.export.export(model, (random(4, 8),), strict=strict)
         assert inductor.custom_partitioner_fn is None

@@ -26,7 +26,7 @@ from support.compiled import libraries as libraries
 from support.compiled import saved
 from support.lora import adapted, quantized
 from support.rows import Rows, arguments, logged
-from support.steps import assert_same, gradients, state_of, step
+from support.steps import assert_same, gradients, patched, patched_copy, state_of, step
 from support.zoo import Size, batch_for, build
 
 pytestmark = pytest.mark.usefixtures("afresh")
@@ -91,8 +91,7 @@ def test_gradients_are_those_of_compiled_stock(name, no_codegen):
     """With dropout, a padded batch and one of no padding, gradients that are added up, and evaluation in between."""
     make, is_autocast, paddings, expected = MODELS[name]
     stock = without_cache(make())
-    ours = copy.deepcopy(stock)
-    patch(ours, compile=True)
+    ours = patched_copy(stock, compile=True)
     batches = [batch_for(ours, SIZE, padded=padded, seed=seed) for seed, padded in enumerate(paddings)]
     got = steps(ours, batches, is_autocast)
     assert graphs() == expected
@@ -117,8 +116,7 @@ def test_a_checkpointed_block_draws_the_masks_of_its_forward(use_reentrant, no_c
 @pytest.mark.long
 def test_a_checkpointed_block_is_never_compiled_in_one_run_alone(no_codegen):
     """Else its masks are others in backward."""
-    ours = build("bert", SIZE)
-    patch(ours, compile=True)
+    ours = patched(build("bert", SIZE), compile=True)
     enable_checkpointing(ours)
     loss = ours(**batch_for(ours, SIZE)).loss
     blocks = type(blocks_of(ours)[0])._memsave_compiled
@@ -221,8 +219,7 @@ def test_a_compiler_that_is_set_otherwise_is_refused():
 @pytest.mark.long
 def test_rungs_are_those_of_each_block(no_codegen):
     """The first block keeps less than the last, which runs nothing again."""
-    model = build("llama", SIZE)
-    patch(model, compile=True, checkpoint="gate", layers={"checkpoint": 0.5})
+    model = patched(build("llama", SIZE), compile=True, checkpoint="gate", layers={"checkpoint": 0.5})
     kept = []
 
     def pack(x):

@@ -10,7 +10,7 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.patching.partitioner import Floor
 from support.compiled import Graphs, by_blocks, compiled_layer, whole
-from support.helpers import MATRIX, only_on_cpu
+from support.helpers import MATRIX, on_cpu_alone
 from support.lora import RANK, adapted
 from support.zoo import QUOTED, Size, batch_for, build
 
@@ -26,11 +26,7 @@ U = {
     "llama": {"o_proj": 9.5, "qkv": 7.5, "up": 4.75, "gate": 2, "block": 1},
     "t5-encoder": {"o_proj": 9, "qkv": 6, "up": 2, "gate": 2, "block": 1},
 }
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(device):
-    only_on_cpu(device, "a figure")
+on_cpu = on_cpu_alone("a figure")
 
 
 def assert_keeps(family, mode, floor, more=0, rung=None, compile=by_blocks):

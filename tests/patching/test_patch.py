@@ -111,9 +111,6 @@ def test_undone_model_keeps_what_stock_keeps_and_one_left_to_stock_no_more(llama
     assert_same(step(llama, batch), expected)
 
 
-# Another config
-
-
 @pytest.mark.parametrize(("before", "asked"), [(True, "tempo"), ({"layers": {"norm": 1}}, True)])
 def test_another_config_is_an_error_that_names_both(before, asked, llama):
     patch(llama, before)
@@ -158,9 +155,6 @@ def test_an_attention_chosen_by_the_user_stays(when, llama):
     for _ in range(2):
         assert {m.config._attn_implementation for m in configured(llama)} == {"eager"}
         report.undo()
-
-
-# Models of one's own
 
 
 def test_a_model_inside_another_module_is_covered_with_it(device):

@@ -146,11 +146,9 @@ def _replaced(path):
 
 #: What a tool does -> how, and the path of what is skipped for it.
 TAKEN = {
-    "a forward on a norm": (_kernelized, None),
-    "a forward on a block": (_replaced("model.layers.1"), "model.layers.1"),
-    "a forward on the model inside": (_replaced("model"), None),
-    "a forward on the model": (_replaced(""), None),
-}
+    "a forward on a norm": (_kernelized, None), "a forward on a block": (_replaced("model.layers.1"), "model.layers.1"),
+    "a forward on the model inside": (_replaced("model"), None), "a forward on the model": (_replaced(""), None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", TAKEN)
@@ -166,9 +164,6 @@ def test_what_another_tool_changed_trains_with_its_bits_and_keeps_less(change, l
     assert all("forward was set by" in site.reason for site in report.skipped)
     assert_same(step(ours, batch), step(llama, batch))
     assert measure_kept(ours, batch).total < 0.7 * measure_kept(llama, batch).total
-
-
-# Other tools that swap classes, after us
 
 
 def wrap_class(module):

@@ -54,9 +54,6 @@ def test_the_report_says_why_a_module_is_skipped(device):
     assert f"  skipped     1 x activation         SiLU: {skipped.reason}" in str(report)
 
 
-# The first step
-
-
 def test_what_is_kept_instead_of_a_tensor_is_less_avoided(device):
     only_on_cpu(device, "this count of bytes")
     frozen = nn.Conv2d(8, 8, 3).requires_grad_(False)
@@ -192,9 +189,6 @@ def test_classes_of_one_name_are_told_apart_by_their_module(device):
     assert [line.split()[1] for line in lines] == ["text.Block", "vision.Block"]
     report = patch(nn.Sequential(block_of("text"), block_of("text").norm), MemSaveConfig(checkpoint="block"))
     assert " Block" in str(report) and "text" not in str(report)
-
-
-# Where little can be done
 
 
 class Linears(nn.Module):

@@ -17,9 +17,10 @@ from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.sizes import gib
 from hf_memsave.ops.loss import chunked_loss
-from support.helpers import only_on_cpu, thinned
+from support.helpers import on_cpu_alone, thinned
 from support.zoo import Size, batch_for, build
 
+on_cpu = on_cpu_alone("this count of bytes")
 SIZE = Size(hidden=64, heads=4, layers=2, batch=2, seq=128)
 SETTINGS = {
     "exact": {}, **{rung: {"checkpoint": rung} for rung in ("o_proj", "qkv", "up", "gate", "block")},
@@ -59,11 +60,6 @@ def make(family, adapter):
 def config_of(name):
     value = SETTINGS[name]
     return value if isinstance(value, str) else MemSaveConfig(**value)
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(device):
-    only_on_cpu(device, "this count of bytes")
 
 
 def counted(model, config, batch, context=contextlib.nullcontext):

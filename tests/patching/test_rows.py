@@ -16,8 +16,9 @@ from hf_memsave.logs import warn_once
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.patching.rows import reasons
 from support import accuracy
+from support.helpers import GoesBack
 from support.in_rows import SIZE, TILE, assert_near, in_rows, whole
-from support.steps import backward, step
+from support.steps import backward, patched, patched_copy, step
 from support.zoo import Size, batch_for, build
 
 #: Family -> fields of its config, and the classes in rows; of the others their own code keeps what is wide.
@@ -106,8 +107,7 @@ def test_16_bits_and_autocast(dtype):
 
 
 def test_short_sequences_run_as_a_whole_and_a_cache_as_in_stock():
-    model = model_of()
-    patch(model, checkpoint="tiles")
+    model = patched(model_of(), checkpoint="tiles")
     batch = batch_of(model)
     step(model, batch)
     assert not in_rows(model)  # 4096 rows
@@ -121,13 +121,10 @@ def test_short_sequences_run_as_a_whole_and_a_cache_as_in_stock():
 
 
 def test_retained_graphs_batched_gradients_and_second_derivatives():
-    found = []
-    for is_patched in (False, True):
-        model = model_of("llama, eager", torch.float64)  # SDPA's kernel has no second derivative
-        model.model.layers[1].mlp = model.model.layers[0].mlp  # which depends on it, too
-        batch = batch_of(model)
-        if is_patched:
-            patch(model, tiles=TILE)
+    stock, found = model_of("llama, eager", torch.float64), []  # SDPA's kernel has no second derivative
+    stock.model.layers[1].mlp = stock.model.layers[0].mlp  # which depends on it, too
+    batch = batch_of(stock)
+    for model in (stock, patched_copy(stock, tiles=TILE)):
         weights = [p for name, p in model.named_parameters() if "layers.0.mlp" in name or "layers.1.input" in name]
         loss = model(**batch).loss
         grads = [torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2)]
@@ -141,11 +138,8 @@ def test_retained_graphs_batched_gradients_and_second_derivatives():
 
 
 def test_second_derivatives_with_dropout():
-    found = []
-    for is_patched in (False, True):
-        model = model_of("gpt2", torch.float64, attn_implementation="eager")
-        if is_patched:
-            patch(model, tiles=TILE)
+    stock, found = model_of("gpt2", torch.float64, attn_implementation="eager"), []
+    for model in (stock, patched_copy(stock, tiles=TILE)):
         torch.manual_seed(5)
         first = torch.autograd.grad(model(**batch_of(model)).loss, [*model.parameters()], create_graph=True)
         found.append(dict(enumerate(torch.autograd.grad(sum(g.square().sum() for g in first), [*model.parameters()]))))
@@ -193,8 +187,7 @@ def test_what_changes_between_steps_is_seen(change):
 
 
 def test_what_changed_since_the_forward_is_refused():
-    model = model_of()
-    patch(model, tiles=TILE)
+    model = patched(model_of(), tiles=TILE)
     loss = model(**batch_of(model)).loss
     model.model.layers[0].mlp.eval()
     with pytest.raises(KeptTensorChangedError, match="switched by train"):
@@ -203,8 +196,7 @@ def test_what_changed_since_the_forward_is_refused():
 
 def test_a_weight_written_to_since_the_forward_raises(small_chunks):
     """That of the last norm: blocks run again with the weights of then, as in stock."""
-    model = with_norm()
-    patch(model, checkpoint="block")
+    model = patched(with_norm(), checkpoint="block")
     loss = model(**batch_for(model, accuracy.LONG)).loss
     with torch.no_grad():
         norm_of(model).weight.mul_(2)
@@ -217,8 +209,7 @@ def test_routers_losses_are_stocks():
     """Routers' logits come by hooks, in the first step or in a later one."""
     stock = build("mixtral", SIZE, torch.float64)
     stock.set_experts_implementation("eager")
-    ours = copy.deepcopy(stock)
-    patch(ours, tiles=10)
+    ours = patched_copy(stock, tiles=10)
     for more in ({}, {"output_router_logits": True}, {}):
         assert_near(step(ours, batch_of(stock, **more)), step(stock, batch_of(stock, **more)))
     assert "MixtralExperts" in in_rows(ours)
@@ -226,8 +217,7 @@ def test_routers_losses_are_stocks():
 
 @pytest.mark.parametrize(("name", "more"), [("llama", 0), ("gemma2", 1)])
 def test_an_mlp_runs_no_third_time_unless_what_follows_keeps_its_output(name, more, monkeypatch):
-    model = model_of(name, num_hidden_layers=1)
-    patch(model, tiles=TILE)
+    model = patched(model_of(name, num_hidden_layers=1), tiles=TILE)
     step(model, batch_of(model))
     calls, cls = [], type(model.model.layers[0].mlp.act_fn)
     stock = cls.forward
@@ -281,18 +271,6 @@ class Auxiliary(torch.autograd.Function):
         return dx, ctx.saved_tensors[0].clone()
 
 
-class Centered(torch.autograd.Function):
-    """The identity, and in backward a gradient less its mean over tokens."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx - dx.mean(1, keepdim=True)
-
-
 def keeping(mlp, x, module):
     module.last, module.count = mlp(x), module.count + 1
     module.all.append(module.last)
@@ -302,10 +280,6 @@ def keeping(mlp, x, module):
 def counting(mlp, x, module):
     module.calls.add_(1)
     return mlp(x)
-
-
-def locked(mlp, x, _):
-    return mlp(x) * F.dropout(x.new_ones(len(x), 1, x.shape[-1]), 0.3, True)
 
 
 OUTSIDE = torch.ones(32, dtype=torch.float64, requires_grad=True)
@@ -322,7 +296,9 @@ MIXING = {
         lambda mlp, x, _: mlp(x) * (x.new_ones(x.shape[:2]).cumsum(1) <= 85)[..., None], "counts"
     ),
     "drawing": (lambda mlp, x, _: mlp(x * torch.rand_like(x)), "random numbers"),
-    "a mask for all tokens": (locked, "drops out"),
+    "a mask for all tokens": (
+        lambda mlp, x, _: mlp(x) * F.dropout(x.new_ones(len(x), 1, x.shape[-1]), 0.3, True), "drops out"
+    ),
     "other dropout": (lambda mlp, x, _: F.alpha_dropout(mlp(x), 0.3, True), "drops out"),
     "counting from the first": (lambda mlp, x, _: mlp(x * torch.arange(x.shape[1])[:, None]), ""),
     "the last": (lambda mlp, x, _: torch.cat([mlp(x[:, :-1]), 2 * mlp(x[:, -1:])], dim=1), ""),
@@ -333,7 +309,7 @@ MIXING = {
     "far on both sides": (
         lambda mlp, x, _: mlp(x + F.conv1d(x.mT, x.new_ones(32, 1, 3), padding=16, dilation=16, groups=32).mT), ""
     ),
-    "in backward alone": (lambda mlp, x, _: Centered.apply(mlp(x)), ""),
+    "in backward alone": (lambda mlp, x, _: GoesBack.apply(mlp(x), lambda dy: dy - dy.mean(1, keepdim=True)), ""),
     "a weight's own loss": (lambda mlp, x, m: mlp(Auxiliary.apply(x, m.up_proj.weight)), ""),
     "outside": (lambda mlp, x, _: mlp(x) * OUTSIDE, "no parameter of its own"),
     "in place": (lambda mlp, x, _: mlp(x.mul_(0.5)), "in-place"),
@@ -371,8 +347,7 @@ def test_what_mixes_rows_from_some_step_on_runs_whole_from_then_on(by):
     stock = llama(switched)
     for layer in stock.model.layers:
         layer.mlp.is_on, layer.mlp.most = False, 1e4
-    ours = copy.deepcopy(stock)
-    patch(ours, tiles=TILE)
+    ours = patched_copy(stock, tiles=TILE)
     batch = batch_of(stock)
     assert_near(step(ours, batch), step(stock, batch))
     assert "Own" in in_rows(ours)
@@ -391,8 +366,7 @@ def test_a_call_that_turned_out_to_mix_rows_runs_again_as_it_ran():
     for layer in stock.model.layers:
         layer.post_attention_layernorm = nn.Identity()
         layer.mlp.is_on, layer.mlp.most = False, 1e4
-    ours, found = copy.deepcopy(stock), []
-    patch(ours, tiles=TILE)
+    ours, found = patched_copy(stock, tiles=TILE), []
     for model in (stock, ours):
         batch = batch_of(model)
         first = model(**batch).loss
@@ -408,16 +382,14 @@ def test_attributes_set_in_the_first_call_and_inputs_without_a_gradient():
         return mlp(x.detach())
 
     stock = llama(run)
-    ours = copy.deepcopy(stock)
-    patch(ours, tiles=TILE)
+    ours = patched_copy(stock, tiles=TILE)
     for _ in range(2):
         assert_near(step(ours, batch_of(stock)), step(stock, batch_of(stock)))
     assert "Own" in in_rows(ours) and "keeps" in whole(ours)["Own"]
 
 
 def test_a_batch_with_inf_changes_nothing_for_the_next_one():
-    model = model_of()
-    patch(model, tiles=TILE)
+    model = patched(model_of(), tiles=TILE)
     inputs = torch.randn(2, SIZE.seq, SIZE.hidden)
     for value in (1.0, torch.inf, 1.0):
         inputs[0, 40, 3] = value
@@ -434,8 +406,7 @@ def test_experts_of_a_limited_capacity_run_whole():
     torch.manual_seed(0)
     stock = transformers.SwitchTransformersForConditionalGeneration(config).double().train()
     ids = torch.randint(1, 512, (2, 400))
-    ours, batch = copy.deepcopy(stock), {"input_ids": ids, "labels": ids[:, :64].contiguous()}
-    patch(ours, tiles=16)
+    ours, batch = patched_copy(stock, tiles=16), {"input_ids": ids, "labels": ids[:, :64].contiguous()}
     for _ in range(2):
         assert_near(step(ours, batch), step(stock, batch), 1e-7)
 
@@ -459,8 +430,7 @@ def test_code_that_fails_on_some_rows_runs_whole_with_stocks_masks():
         return y if x.shape[1] != 48 else y.reshape(-1, 5)
 
     stock = llama(run)
-    ours = copy.deepcopy(stock)
-    patch(ours, tiles=24)
+    ours = patched_copy(stock, tiles=24)
     assert_near(step(ours, batch_of(stock)), step(stock, batch_of(stock)))
     assert "fails on some rows" in whole(ours)["Own"]
 
@@ -520,12 +490,9 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("family", ["llama", "gemma", "t5-decoder"])
 def test_a_frozen_norm_has_stocks_bits_in_all_that_it_gives(family, mode, logits_fit):
-    model = with_norm(family, torch.bfloat16 if mode == "bf16" else torch.float32, is_frozen=True)
-    batch = batch_for(model, accuracy.LONG)
-    found = []
-    for is_patched in (False, True):
-        if is_patched:
-            patch(model, checkpoint="block")
+    stock = with_norm(family, torch.bfloat16 if mode == "bf16" else torch.float32, is_frozen=True)
+    batch, found = batch_for(stock, accuracy.LONG), []
+    for model in (stock, patched_copy(stock, checkpoint="block")):
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
             out, gradients = accuracy.step(model, batch)
         found.append([out.loss, out.logits, *(g for g in gradients if g is not None)])
@@ -551,7 +518,6 @@ def of_hidden(model, batch):
 
 
 def twice(model, batch):
-    """The gradient of a gradient."""
     weights = [norm_of(model).weight, model.model.layers[-1].mlp.down_proj.weight]
     y = model(**batch, output_hidden_states=True).hidden_states[-1]
     first = torch.autograd.grad(y.square().mean(), weights, create_graph=True)
@@ -567,12 +533,9 @@ def doubled_in_place(model, batch):
 
 @pytest.mark.parametrize("use", [of_hidden, twice, doubled_in_place])
 def test_who_asks_for_other_gradients_of_the_norm_gets_stocks(use, small_chunks):
-    model, found = with_norm(), []
-    batch = batch_for(model, accuracy.LONG)
-    for is_patched in (False, True):
-        if is_patched:
-            patch(model, checkpoint="block")
-        model.zero_grad()
+    stock, found = with_norm(), []
+    batch = batch_for(stock, accuracy.LONG)
+    for model in (stock, patched_copy(stock, checkpoint="block")):
         given = use(model, batch)
         found.append([*given, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert is_in_rows(model)
@@ -617,9 +580,6 @@ def test_what_rows_would_change_of_a_norm_stays_stocks(kind, small_chunks):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-7)
 
 
-# Bytes
-
-
 def test_kept_is_the_input_of_each_block_and_states_of_dropouts():
     model = model_of("gpt2", attn_pdrop=0.0)
     batch = batch_of(model)
@@ -635,8 +595,7 @@ def test_the_norm_keeps_no_byte_more(monkeypatch):
     kept = []
     for chunk in (2**40, 2**18):
         monkeypatch.setattr(chunked_loss, "CHUNK", chunk)
-        model = with_norm(is_frozen=True)
-        patch(model, checkpoint="block")
+        model = patched(with_norm(is_frozen=True), checkpoint="block")
         kept.append(measure_kept(model, batch_for(model, accuracy.LONG)).total)
     assert is_in_rows(model) and kept[1] <= kept[0]
 

@@ -16,8 +16,8 @@ from hf_memsave.patching.swap import patched_models, stock_class
 from hf_memsave.planner import fast, smart
 from hf_memsave.planner.trial import resized
 from support.helpers import halved
-from support.planning import EPS, EXACT, SIZE, bert, between, fixed, needs, norms, once, patched
-from support.steps import assert_same, patched_classes, state_of, step
+from support.planning import EPS, EXACT, SIZE, bert, between, fixed, needs, norms, once
+from support.steps import assert_same, patched, patched_classes, state_of, step
 from support.zoo import batch_for, build
 
 
@@ -108,7 +108,6 @@ def test_what_fits_stays_stock_and_what_cannot_fit_is_an_error_with_figures(made
 
 
 def sizes_of(model, seen):
-    """A forward that notes its batch sizes."""
     return lambda **inputs: (seen.append(len(inputs["input_ids"])), model(**inputs))[1]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hf_memsave
-from hf_memsave import WTACRS, MemSaveConfig, MemSaveError, patch
+from hf_memsave import WTACRS, MemSaveConfig, MemSaveError
 from hf_memsave.count.peak import Count
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.depth import trace_in_full
@@ -21,7 +21,7 @@ from hf_memsave.planner.plan import plan
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away
 from support.helpers import MATRIX, halved, on_stand_in
-from support.steps import step
+from support.steps import patched, step
 from support.zoo import Size, batch_for, config_of
 
 pytestmark = [pytest.mark.long, on_stand_in]
@@ -109,8 +109,7 @@ def test_a_real_step_stays_within_the_budget(family, share, monkeypatch):
     found = plan(config, budget=budget, **ADAPTED)
     assert found.config.offload == (WAYS[share] == "offload")
     torch.manual_seed(0)
-    model = build(config, Training(**ADAPTED)).to(torch.bfloat16)
-    patch(model, found.config)
+    model = patched(build(config, Training(**ADAPTED)).to(torch.bfloat16), found.config)
     step(model, batch_for(model, replace(SIZE, batch=1, seq=8)))
     model.zero_grad()
     batch = batch_for(model, SIZE)
@@ -146,14 +145,11 @@ def test_too_small_a_budget_is_an_error_by_how_much_and_what_would_fit():
         assert sharded.best.needed <= budget
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        *(({"budget": b}, "expected bytes, or a text such as '16GiB'") for b in ("24", "much", 0, -1, None, 1.5)),
-        ({"memsave": False}, "expected what to begin with, got False"),
-        ({"budget": "100MiB"}, r"too much\. Not one sequence of 8 tokens fits"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "message"), [
+    *(({"budget": b}, "expected bytes, or a text such as '16GiB'") for b in ("24", "much", 0, -1, None, 1.5)),
+    ({"memsave": False}, "expected what to begin with, got False"),
+    ({"budget": "100MiB"}, r"too much\. Not one sequence of 8 tokens fits"),
+])  # fmt: skip
 def test_arguments_are_checked(argument, message):
     with pytest.raises(MemSaveError, match=message):
         plan(CONFIGS["llama"], **{"budget": "1GiB"} | STEP | argument)

@@ -27,11 +27,9 @@ def bench(monkeypatch):
 
 
 WRONG = {
-    None: [],
-    "bit": [("bits", "deterministic"), ("bits", "default")],
-    "error": [("bits", "default")],
+    None: [], "bit": [("bits", "deterministic"), ("bits", "default")], "error": [("bits", "default")],
     "sync": [("waits", "deterministic"), ("waits", "default")],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", WRONG)

@@ -11,30 +11,19 @@ from transformers import get_scheduler
 
 from hf_memsave import WTACRS, MemSaveConfig
 from hf_memsave.ops.sampled.wta_crs import LAYER
-from support.script_helpers import (
-    METRICS,
-    STEPS,
-    assert_moved,
-    assert_refused,
-    assert_stock_adapter,
-    config,
-    glue_data,
-    load_script,
-    log,
-    spy_on_models,
-)
+from support import script_helpers as scripts
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
 def script(monkeypatch):
-    return load_script("run_glue", monkeypatch)
+    return scripts.load_script("run_glue", monkeypatch)
 
 
 @pytest.fixture
 def table(monkeypatch):
-    return load_script("glue_recipes", monkeypatch)
+    return scripts.load_script("glue_recipes", monkeypatch)
 
 
 def test_there_is_a_recipe_for_every_row_of_the_tables(table, capsys):
@@ -113,38 +102,36 @@ def test_the_rate_is_constant_for_500_steps_then_falls_on_a_line_to_zero(script,
 
 # One of each family and method, and another task.
 RUNS = {
-    "bert-large/mrpc/wta-crs": ("bert", 6),
-    "bert-base/mrpc/lora-wta-crs": ("bert", 3),
-    "t5-large/stsb/wta-crs-0.1": ("t5", 16),
-    "t5-3b/rte/lora-wta-crs-0.1": ("t5", 9),
+    "bert-large/mrpc/wta-crs": ("bert", 6), "bert-base/mrpc/lora-wta-crs": ("bert", 3),
+    "t5-large/stsb/wta-crs-0.1": ("t5", 16), "t5-3b/rte/lora-wta-crs-0.1": ("t5", 9),
     "opt-350m/cola/lora-wta-crs": ("opt", 3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recipe_trains_a_tiny_model(tmp_path, script, table, monkeypatch, name):
     family, sampled = RUNS[name]
     recipe = yaml.safe_load(table.recipe(name))
-    models, out = spy_on_models(script, monkeypatch), tmp_path / "out"
+    models, out = scripts.spy_on_models(script, monkeypatch), tmp_path / "out"
     size = {"bert": "hidden_size", "t5": "d_model", "opt": "hidden_size"}[family]
-    argv = ["--recipe", name, "--config_name", config(tmp_path, family)]
-    argv += ["--config_overrides", f"{size}=32", "--data_dir", glue_data(tmp_path, recipe["task_name"])]
-    argv += ["--max_seq_length", "32", *STEPS, "--save_strategy", "steps", "--save_steps", "1"]
+    argv = ["--recipe", name, "--config_name", scripts.config(tmp_path, family)]
+    argv += ["--config_overrides", f"{size}=32", "--data_dir", scripts.glue_data(tmp_path, recipe["task_name"])]
+    argv += ["--max_seq_length", "32", *scripts.STEPS, "--save_strategy", "steps", "--save_steps", "1"]
     assert script.main([*argv, "--output_dir", str(out)]) == 0
 
-    losses = [entry for entry in log(out) if "loss" in entry]
+    losses = [entry for entry in scripts.log(out) if "loss" in entry]
     assert [entry["learning_rate"] for entry in losses] == [recipe["learning_rate"]] * 2
     assert all(entry["memsave/kept_gib"] > 0 for entry in losses)
-    assert any(f"eval_{METRICS.get(recipe['task_name'], 'accuracy')}" in entry for entry in log(out))
+    assert any(f"eval_{scripts.METRICS.get(recipe['task_name'], 'accuracy')}" in entry for entry in scripts.log(out))
     layers = [path for path, module in models[0].named_modules() if LAYER in module.__dict__]
     assert len(layers) == sampled
     if "lora" in name:
-        saved = assert_stock_adapter(out)
+        saved = scripts.assert_stock_adapter(out)
         assert set(saved["target_modules"]) == set(recipe["lora_target_modules"])
         head = {"bert": "classifier", "t5": "classification_head", "opt": "score"}[family]
         assert head in saved["modules_to_save"]
         assert all(".lora_A." in path for path in layers)
-        assert_moved(out)
+        scripts.assert_moved(out)
 
 
 def test_the_command_line_wins_over_a_recipe(script):
@@ -155,10 +142,14 @@ def test_the_command_line_wins_over_a_recipe(script):
 
 
 def test_a_recipe_that_does_not_exist_is_told_in_one_line(tmp_path, script, capsys):
-    assert_refused(script, {"recipe": "bert-base/wnli/wta-crs"}, "expected model/task/method, as in bert-base", capsys)
+    scripts.assert_refused(
+        script, {"recipe": "bert-base/wnli/wta-crs"}, "expected model/task/method, as in bert-base", capsys
+    )
     both = {"recipe": "bert-base/cola/wta-crs", "config": "run.yaml"}
     (tmp_path / "run.yaml").write_text("task_name: cola")
-    assert_refused(script, both | {"config": str(tmp_path / "run.yaml")}, "expected --config or --recipe, got", capsys)
+    scripts.assert_refused(
+        script, both | {"config": str(tmp_path / "run.yaml")}, "expected --config or --recipe, got", capsys
+    )
 
 
 FIELDS = {"dropout": "mask", "linear": {"budget": 0.1, "targets": ["lora_A"]}}
@@ -211,4 +202,4 @@ MISTAKES = {
 def test_a_wrong_memsave_is_told_in_one_line(tmp_path, script, mistake, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     value, message = MISTAKES[mistake]
-    assert_refused(script, {"config_name": "here", "task_name": "mrpc", "memsave": value}, message, capsys)
+    scripts.assert_refused(script, {"config_name": "here", "task_name": "mrpc", "memsave": value}, message, capsys)

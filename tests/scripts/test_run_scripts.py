@@ -16,36 +16,17 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_memsave
 from glue_data import TASKS
 from hf_memsave.patching.swap import is_patched
-from support.script_helpers import (
-    CONFIGS,
-    METRICS,
-    SCRIPTS,
-    STEPS,
-    assert_moved,
-    assert_refused,
-    assert_stock_adapter,
-    config,
-    glue_data,
-    load_script,
-    log,
-    pretrained,
-    results,
-    spy_on_models,
-)
+from support import script_helpers as scripts
+from support.script_helpers import CONFIGS, SCRIPTS, STEPS, config, glue_data, load_script, pretrained, results
 from wordpiece import train_wordpiece
 
 REPO, RECIPES = SCRIPTS.parent, SCRIPTS.parent / "configs" / "recipes"
@@ -53,7 +34,8 @@ ADAPTERS, WEIGHTS = "adapter_model.safetensors", "model.safetensors"
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
 DO = ["--do_train", "--do_eval"]
 RUNS = ("run_glue", "run_clm", "run_summarization")
-AUTO = dict(zip(RUNS, (AutoModelForSequenceClassification, AutoModelForCausalLM, AutoModelForSeq2SeqLM), strict=True))
+HEADS = ("SequenceClassification", "CausalLM", "Seq2SeqLM")
+AUTO = {run: getattr(transformers, f"AutoModelFor{head}") for run, head in zip(RUNS, HEADS, strict=True)}
 SHORT = {
     "run_glue": ["--max_seq_length", "32"],
     "run_clm": ["--block_size", "16"],
@@ -122,12 +104,9 @@ def ended(script, *argv: str) -> None:
     assert script.main(list(argv)) == 0
 
 
-# What runs leave.
-
-
 def assert_same_run(first, second, weights="model.safetensors"):
     """Equal losses at every step, and equal saved weights, bit for bit."""
-    losses = [[entry["loss"] for entry in log(folder) if "loss" in entry] for folder in (first, second)]
+    losses = [[entry["loss"] for entry in scripts.log(folder) if "loss" in entry] for folder in (first, second)]
     assert losses[0] == losses[1] and len(losses[0]) == 2
     expected, found = (load_file(folder / weights) for folder in (first, second))
     assert expected.keys() == found.keys() and len(found) > 1
@@ -177,7 +156,7 @@ def check_glue(out, found):
 def check_clm(out, found):
     assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
     assert found["train_samples"] > found["eval_samples"] > 0
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     written = "Cats,  ön\tmats — 猫\n"
     assert tokenizer.decode(tokenizer(written)["input_ids"]) == written
     saved = AutoConfig.from_pretrained(out)
@@ -189,7 +168,7 @@ def check_clm(out, found):
 def check_summarization(out, found):
     assert {"eval_rouge1", "eval_rouge2", "eval_rougeL", "eval_gen_len", "predict_rougeL"} <= found.keys()
     assert found["train_samples"] == found["eval_samples"] == found["predict_samples"] == 12
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ids = tokenizer("the  cat\n猫")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the  cat\n猫"
     assert ids[-1] == tokenizer.eos_token_id == 2 and tokenizer.pad_token_id == 0
@@ -202,7 +181,7 @@ def test_a_run_leaves_what_it_should_and_the_flag_changes_none_of_it(both):
     checks = {"run_glue": check_glue, "run_clm": check_clm, "run_summarization": check_summarization}
     checks[run](folders["patched"], results(folders["patched"]))
     assert_same_run(folders["stock"], folders["patched"])
-    losses = [[entry for entry in log(folder) if "loss" in entry] for folder in folders.values()]
+    losses = [[entry for entry in scripts.log(folder) if "loss" in entry] for folder in folders.values()]
     names = [[name for entry in entries for name in entry if name.startswith("memsave/")] for entries in losses]
     totals = [[name for name in some if "freed_gib" not in name] for some in names]
     assert totals == [[], ["memsave/freed_fraction", "memsave/kept_gib"] * 2] and len(names[1]) > len(totals[1])
@@ -218,7 +197,7 @@ OF_FAMILIES = [(run, family) for run in RUNS for family in FAMILIES[run]]
 @pytest.mark.parametrize(("run", "family"), OF_FAMILIES)
 def test_every_family_trains_alike_with_and_without_the_flag(tmp_path, load, run, family, lora, monkeypatch, capsys):
     script, stock, patched = load(run), tmp_path / "stock", tmp_path / "patched"
-    models = spy_on_models(script, monkeypatch, "Seq2SeqTrainer" if run == "run_summarization" else "Trainer")
+    models = scripts.spy_on_models(script, monkeypatch, "Seq2SeqTrainer" if run == "run_summarization" else "Trainer")
     common = data(run, tmp_path)
     argv = ["--config_name", config(tmp_path, family), *common, *DO, *lora]
     ended(script, *argv, "--output_dir", str(stock))
@@ -228,8 +207,8 @@ def test_every_family_trains_alike_with_and_without_the_flag(tmp_path, load, run
     assert results(stock).get("eval_rouge1") == results(patched).get("eval_rouge1")
     if not lora:
         return
-    assert_moved(patched)
-    saved = assert_stock_adapter(patched)
+    scripts.assert_moved(patched)
+    saved = scripts.assert_stock_adapter(patched)
     if run == "run_glue":
         head = {"score", "classifier", "classification_head"} & set(saved["modules_to_save"])
         trained = load_file(patched / ADAPTERS)
@@ -255,7 +234,7 @@ def test_stock_peft_loads_the_adapter_onto_the_pretrained_model(tmp_path, load, 
     model, out, (targets, more) = base(run, tmp_path, load), tmp_path / "out", OF_ADAPTERS[run]
     argv = ["--model_name_or_path", model, *data(run, tmp_path), *LORA, "--do_train", "--memsave", *more]
     ended(load(run), *argv, "--lora_target_modules", *targets, "--output_dir", str(out))
-    saved = assert_stock_adapter(out)
+    saved = scripts.assert_stock_adapter(out)
     assert set(saved["target_modules"]) == set(targets)
     has_more = (8, True) if more else (16, False)
     assert (saved["r"], saved["lora_dropout"], saved["lora_alpha"], saved["use_dora"]) == (4, 0.1, *has_more)
@@ -272,10 +251,10 @@ def test_stock_peft_loads_an_adapter_with_its_random_weights(tmp_path, load, mod
     script, out = load("run_clm"), tmp_path / "out"
     argv = ["--config_name", config(tmp_path, model_type), *data("run_clm", tmp_path), *DO, *LORA, "--memsave"]
     ended(script, *argv, "--output_dir", str(out))
-    model = AutoModelForCausalLM.from_pretrained(assert_stock_adapter(out)["base_model_name_or_path"])
+    model = AutoModelForCausalLM.from_pretrained(scripts.assert_stock_adapter(out)["base_model_name_or_path"])
     model = PeftModel.from_pretrained(model, out).eval()
     lines = script.load_splits(script.parse(argv)[1])["validation"]
-    blocks = script.pack(lines, AutoTokenizer.from_pretrained(out), 16, "validation", None)
+    blocks = script.pack(lines, transformers.AutoTokenizer.from_pretrained(out), 16, "validation", None)
     ids = torch.tensor(blocks["input_ids"])
     assert len(ids) == results(out)["eval_samples"]
     assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(results(out)["eval_loss"], rel=1e-5)
@@ -290,8 +269,8 @@ def test_qlora_trains_alike_with_and_without_the_flag(tmp_path, load, options):
     ended(script, *argv, "--output_dir", str(stock))
     ended(script, *argv, "--output_dir", str(patched), "--memsave")
     assert_same_run(stock, patched, ADAPTERS)
-    assert_moved(patched)
-    assert assert_stock_adapter(patched)["base_model_name_or_path"] == model
+    scripts.assert_moved(patched)
+    assert scripts.assert_stock_adapter(patched)["base_model_name_or_path"] == model
 
 
 def test_qlora_is_four_bits_and_patched(tmp_path, load):
@@ -341,7 +320,7 @@ def test_the_lora_recipe_runs(tmp_path, load, run):
     (name, rank), model, out = OF_RECIPES[run], base(run, tmp_path, load), str(tmp_path / "out")
     recipe = ["--config", str(RECIPES / f"{name}.yaml"), "--model_name_or_path", model, "--output_dir", out]
     ended(load(run), *recipe, *data(run, tmp_path))
-    assert assert_stock_adapter(tmp_path / "out")["r"] == rank
+    assert scripts.assert_stock_adapter(tmp_path / "out")["r"] == rank
     assert results(tmp_path / "out")["eval_samples"] > 0
     if run == "run_clm":
         args, _, training = load(run).parse([*recipe, *STEPS])
@@ -360,9 +339,6 @@ def test_the_recipe_from_scratch_runs_and_has_ten_million_parameters(tmp_path, l
     assert 9.5e6 < sum(tensor.numel() for tensor in load_file(out / WEIGHTS).values()) < 10.5e6
 
 
-# GLUE's tasks.
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_trains_and_reports_its_metrics(tmp_path, load, name):
     out = tmp_path / "out"
@@ -370,7 +346,7 @@ def test_every_task_trains_and_reports_its_metrics(tmp_path, load, name):
     argv += ["--config_overrides", "num_hidden_layers=2", *SHORT["run_glue"], *DO, "--do_predict"]
     ended(load("run_glue"), *argv, "--no_pad_to_max_length", "--output_dir", str(out))
     found = results(out)
-    assert f"eval_{METRICS.get(name, 'accuracy')}" in found
+    assert f"eval_{scripts.METRICS.get(name, 'accuracy')}" in found
     assert ("eval_accuracy_mm" in found) == (name == "mnli")
     assert len(list(out.glob(f"predict_results_{name}*.txt"))) == len(TASKS[name].test_splits)
     assert AutoConfig.from_pretrained(out).num_hidden_layers == 2
@@ -391,9 +367,6 @@ def test_a_model_with_its_own_order_of_labels_keeps_it(tmp_path, load):
     assert found.label2id == {"entailment": 2, "neutral": 1, "contradiction": 0}
     logits = torch.eye(3).numpy()  # the model is sure of contradiction, neutral, entailment
     assert script.task_values(logits, TASKS["mnli"], found).tolist() == [2, 1, 0]
-
-
-# Texts, and pairs of them.
 
 
 def test_blocks_are_the_text_in_order_and_never_padded(load):
@@ -488,9 +461,6 @@ def test_rouge_is_what_one_counts_by_hand_and_the_mean_over_examples(load):
     assert found == {"rouge1": 50, "rouge2": 50, "rougeL": 50, "gen_len": np.mean([len(row) for row in ids[:2]])}
 
 
-# The command line.
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_every_script_explains_its_options(run, load, capsys):
     with pytest.raises(SystemExit) as end:
@@ -545,7 +515,7 @@ def test_a_mistake_is_told_in_one_line_and_trains_nothing(tmp_path, load, run, m
         RUNS[2]: lambda: {"train_file": write(tmp_path), "text_column": "document", "summary_column": "gist"},
     }[run]()
     options, said = MISTAKES[run][mistake]
-    assert_refused(load(run), good | options, said, capsys)
+    scripts.assert_refused(load(run), good | options, said, capsys)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, load, capsys):
@@ -589,7 +559,7 @@ def test_a_launched_run_trains_and_saves_the_whole_model(tmp_path):
         if done.returncode == 0 or AT_EXIT not in done.stderr:
             break
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [entry for entry in log(tmp_path / "out") if "loss" in entry]
+    losses = [entry for entry in scripts.log(tmp_path / "out") if "loss" in entry]
     assert len({entry["loss"] for entry in losses}) == 3 and losses[0]["memsave/freed_fraction"] > 0
     saved, built = load_file(tmp_path / "out" / WEIGHTS), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert sum(tensor.numel() for tensor in saved.values()) >= built.num_parameters()

@@ -2,10 +2,10 @@
 
 import contextlib
 import operator
-import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 
@@ -15,6 +15,7 @@ from hf_memsave.tape import codecs
 from support.helpers import assert_same_bits, autocasting, nodes
 from support.program_ops import CONTEXTS, MASKS, Fault, graph_of
 from support.programs import Backward
+from support.threads import switching
 
 #: Times that a tape sees a program until it no longer records what is never asked for.
 LESSONS = 4
@@ -96,16 +97,9 @@ class Run:
 @contextlib.contextmanager
 def small_codes():
     """Booleans become bits however few they are; and threads take turns often."""
-    before, interval = codecs.SMALLEST, sys.getswitchinterval()
-    codecs.SMALLEST = 1
-    sys.setswitchinterval(1e-4)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        codecs.SMALLEST = before
-        sys.setswitchinterval(interval)
+    with mock.patch.object(codecs, "SMALLEST", 1), switching(1e-4), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def run_taught(program):

@@ -32,8 +32,7 @@ def law_of(name, p, k):
     p = p.detach().cpu().double()
     mass = tails(p)
     c = best_count(p, k) if name == "wta" else 0
-    count = k - c if name == "wta" else 1
-    rows = []
+    count, rows = k - c if name == "wta" else 1, []
     for slot in range(k):
         stratum = slot - c if name == "wta" else 0
         cuts = {Fraction(0), Fraction(1)}

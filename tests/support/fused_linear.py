@@ -1,13 +1,11 @@
 """Models of linears under autocast, patched with kernels, and a step of them next to stock's."""
 
-import copy
-
 import torch
 from torch import nn
 
-from hf_memsave import patch
 from support.helpers import assert_same_bits
 from support.kernels import TRITON
+from support.steps import patched_copy
 from support.zoo import Size, batch_for, build
 
 LOW, SIZE = torch.bfloat16, Size(heads=2, seq=6)
@@ -57,9 +55,7 @@ def far(found, exact):
 
 
 def patched(model):
-    ours = copy.deepcopy(model)
-    patch(ours, TRITON)
-    return ours
+    return patched_copy(model, TRITON)
 
 
 def assert_same_step(model, x, device, times=3, **options):

@@ -48,11 +48,9 @@ def chosen(cases, some):
 
 #: Ways to hand an op an input that is not contiguous: a name, and a view of a leaf.
 LAYOUTS = {
-    "transposed": lambda x: x.transpose(0, 1),
-    "sliced": lambda x: x[..., ::2],
-    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]),
-    "offset": lambda x: x[1:, 1:],
-}
+    "transposed": lambda x: x.transpose(0, 1), "sliced": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]), "offset": lambda x: x[1:, 1:],
+}  # fmt: skip
 #: The claim that the environment wants tested on a GPU too, which a test gives to ``only_on_cpu``.
 CLAIM_ON_GPU = "CLAIM_ON_GPU"
 BITS, BYTES = "equality to the bit", "this count of bytes"
@@ -71,6 +69,11 @@ def only_on_cpu(device, claim=BITS):
         fix_kernels(claim == BITS)
     elif device.type != "cpu":
         pytest.skip(f"{claim} is claimed on CPU only")
+
+
+def on_cpu_alone(claim=BITS):
+    """A fixture of a file whose tests are all of what is claimed on CPU only."""
+    return pytest.fixture(autouse=True)(lambda device: only_on_cpu(device, claim))
 
 
 #: Of tests that open the stand-in for a CUDA device throughout.
@@ -254,6 +257,19 @@ class Calls(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.fn(*args, **kwargs)
+
+
+class GoesBack(torch.autograd.Function):
+    """The identity, whose backward gives what ``fn`` makes of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, fn):
+        ctx.fn = fn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.fn(dy), None
 
 
 class Probe(Calls):

@@ -1,24 +1,20 @@
 """Models with LoRA adapters, on stock and on quantized bases, and their training."""
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from hf_memsave import patch
 from support import steps as training
+from support.steps import patched_copy
 from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
 RANK = 8
 #: base dtype, adapters cast to fp32 (PEFT's default), bf16 autocast
 MODES = {
-    "bf16, fp32 adapters": (torch.bfloat16, True, False),
-    "bf16": (torch.bfloat16, False, False),
-    "fp32": (torch.float32, True, False),
-    "autocast": (torch.float32, True, True),
-}
+    "bf16, fp32 adapters": (torch.bfloat16, True, False), "bf16": (torch.bfloat16, False, False),
+    "fp32": (torch.float32, True, False), "autocast": (torch.float32, True, True),
+}  # fmt: skip
 
 
 def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **options):
@@ -31,8 +27,7 @@ def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **optio
 
 
 def pair(stock):
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours = patched_copy(stock)
     return stock, ours
 
 

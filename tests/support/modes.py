@@ -96,8 +96,7 @@ def two_forwards_one_backward(model):
 
 def generated_in_between(model):
     first = plain(model)
-    ids = batch_of(model)["input_ids"][:1]
-    outputs = {}
+    ids, outputs = batch_of(model)["input_ids"][:1], {}
     for mode in ("train", "eval"):
         getattr(model, mode)()
         torch.manual_seed(3)

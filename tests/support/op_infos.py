@@ -36,8 +36,7 @@ def lacking(op):
     if "jiterator" in op.name:
         return ["op"]
     dtype = next(d for d in (torch.float32, torch.int64, *op.dtypes) if d in op.dtypes)
-    sample = next(iter(op.sample_inputs("cpu", dtype)))
-    found = []
+    sample, found = next(iter(op.sample_inputs("cpu", dtype))), []
     for kind in (*NEW, *WRITES, "aliases"):
         if kind == "aliases":
             spellings = [f for alias in op.aliases for f in (alias.op, alias.method_variant)]
@@ -64,8 +63,7 @@ def database(name):
 
 def main():
     """Print the name of each elementwise operation, with the spellings of it that the table lacks."""
-    ops = database("common_methods_invocations")
-    found = {}
+    ops, found = database("common_methods_invocations"), {}
     for op in ops.op_db:
         if isinstance(op, (ops.UnaryUfuncInfo, ops.BinaryUfuncInfo)):
             found.setdefault(op.name, []).extend(lacking(op))

@@ -53,8 +53,3 @@ def between(model, batch, share, config="tempo"):
     least, stock = needs(model, batch, config), needs(model, batch)
     assert least < stock
     return int(least + share * (stock - least))
-
-
-def patched(model, config):
-    patch(model, config)
-    return model

@@ -26,18 +26,11 @@ PARAMETERS = ("ln.weight", "rms.weight", "linear0.weight", "linear1.bias", "mlp.
 
 #: Modules whose attributes a program sets -> those, and what they may be; the first is what they are before it.
 ATTRIBUTES = {
-    "leaky.negative_slope": (0.01, 0.3, 1.5),
-    "hardtanh.max_val": (1.0, 0.2, 2.0),
-    "hardtanh.min_val": (-1.0, -0.3),
-    "threshold.threshold": (0.1, 0.6),
-    "threshold.value": (0.5, -2.0),
-    "act.approximate": ("none", "tanh"),
-    "elu.alpha": (1.0, 0.3),
-    "drop.p": (0.3, 0.6),
-    "silu.inplace": (False, True),
-    "leaky.inplace": (False, True),
+    "leaky.negative_slope": (0.01, 0.3, 1.5), "hardtanh.max_val": (1.0, 0.2, 2.0), "hardtanh.min_val": (-1.0, -0.3),
+    "threshold.threshold": (0.1, 0.6), "threshold.value": (0.5, -2.0), "act.approximate": ("none", "tanh"),
+    "elu.alpha": (1.0, 0.3), "drop.p": (0.3, 0.6), "silu.inplace": (False, True), "leaky.inplace": (False, True),
     "drop.inplace": (False, True),
-}
+}  # fmt: skip
 ACTIVATIONS = ("leaky", "hardtanh", "threshold", "act", "elu")
 MAY_WRITE = {"silu", "leaky", "drop"}
 DRAWS = {"drop", "layer", "dropout_"}
@@ -84,33 +77,19 @@ def sdpa(x, y, mask):
 
 
 ELEMENTWISE = {
-    "tanh": torch.tanh,
-    "sin": torch.sin,
-    "square": torch.square,
-    "softmax": lambda x: torch.softmax(x, -1),
-    "relu": torch.relu,
-    "half_of": lambda x: x * 0.5,
-    "clone": torch.clone,
-    "pool": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "tanh": torch.tanh, "sin": torch.sin, "square": torch.square, "softmax": lambda x: torch.softmax(x, -1),
+    "relu": torch.relu, "half_of": lambda x: x * 0.5, "clone": torch.clone, "pool": lambda x: F.max_pool1d(x, 3, 1, 1),
     "hooked": hooked,
-}
+}  # fmt: skip
 OF_TWO = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "keeps_both": KeepsBoth.apply,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "keeps_both": KeepsBoth.apply,
     "matmul": lambda x, y: x @ (y if x.shape[-1] == y.shape[-2] else y.mT),
-}
+}  # fmt: skip
 VIEWS = {
-    "transpose": lambda x: x.transpose(0, -1),
-    "tail": lambda x: x[..., 1:],
-    "even": lambda x: x[..., ::2],
-    "chunk": lambda x: x.chunk(2, -1)[1],
-    "rows": lambda x: x[1:],
-    "expand": lambda x: x[:1].expand(2, *x.shape[1:]),
-    "flat": lambda x: x.view(-1, x.shape[-1]),
-    "detach": torch.detach,
-}
+    "transpose": lambda x: x.transpose(0, -1), "tail": lambda x: x[..., 1:], "even": lambda x: x[..., ::2],
+    "chunk": lambda x: x.chunk(2, -1)[1], "rows": lambda x: x[1:], "expand": lambda x: x[:1].expand(2, *x.shape[1:]),
+    "flat": lambda x: x.view(-1, x.shape[-1]), "detach": torch.detach,
+}  # fmt: skip
 ESCAPES = {"data": lambda x: x.data}
 CASTS = {
     "bf16": lambda x: x.to(torch.bfloat16),
@@ -145,13 +124,10 @@ OF_MASKS = MASKS | {"not": torch.logical_not, "same": torch.clone, "any": lambda
 SCRIBBLES = {"scribble": Scribble.apply}
 PURE = ELEMENTWISE | OF_TWO | VIEWS | ESCAPES | CASTS | OF_MASK | OF_SCORES | OF_MASKS | SCRIBBLES
 WRITES = {
-    "add_": lambda x: x.add_(1),
-    "mul_": lambda x: x.mul_(1.5),
-    "zero_": torch.zero_,
-    "dropout_": lambda x: F.dropout(x, 0.5, training=True, inplace=True),
-    "add_from_": lambda x, y: x.add_(y),
+    "add_": lambda x: x.add_(1), "mul_": lambda x: x.mul_(1.5), "zero_": torch.zero_,
+    "dropout_": lambda x: F.dropout(x, 0.5, training=True, inplace=True), "add_from_": lambda x, y: x.add_(y),
     "copy_part_": lambda x, y: x[..., :2].copy_(y[..., -2:]),
-}
+}  # fmt: skip
 MASK_WRITES = {"not_": torch.Tensor.logical_not_, "flip_": lambda m: m[..., ::2].logical_not_()}
 #: Which no version tells of: they come between steps of training alone.
 HIDDEN_WRITES = {
@@ -177,12 +153,10 @@ def offload():
 
 #: What a step's ``how`` may put around it.
 CONTEXTS = {
-    "no_grad": torch.no_grad,
-    "offload": offload,
-    "copies": lambda: saved_tensors_hooks(cloned, cloned),
+    "no_grad": torch.no_grad, "offload": offload, "copies": lambda: saved_tensors_hooks(cloned, cloned),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "no_autocast": lambda: torch.autocast("cpu", enabled=False),
-}
+}  # fmt: skip
 CHECKPOINTS = (
     "checkpoint", "checkpoint", "reentrant", "checkpoint+checkpoint", "checkpoint+reentrant", "reentrant+checkpoint",
 )  # fmt: skip

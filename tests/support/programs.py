@@ -67,19 +67,10 @@ class Program(NamedTuple):
 
 #: Functions, how often, and what a program needs for them.
 KINDS = (
-    (ops.MODULES, 10, ""),
-    (ops.ELEMENTWISE, 2, ""),
-    (ops.OF_TWO, 4, ""),
-    (ops.VIEWS, 3, ""),
-    (ops.CASTS, 1, ""),
-    (ops.ACTIVATIONS, 1, ""),
-    (ops.ACTIVATIONS, 5, "attributes"),
-    (ops.ESCAPES, 3, "escapes"),
-    (ops.SCRIBBLES, 3, "scribbles"),
-    (ops.OF_MASK, 3, "masks"),
-    (ops.OF_SCORES, 3, "masks"),
-    (ops.OF_MASKS, 2, "masks"),
-)
+    (ops.MODULES, 10, ""), (ops.ELEMENTWISE, 2, ""), (ops.OF_TWO, 4, ""), (ops.VIEWS, 3, ""), (ops.CASTS, 1, ""),
+    (ops.ACTIVATIONS, 1, ""), (ops.ACTIVATIONS, 5, "attributes"), (ops.ESCAPES, 3, "escapes"),
+    (ops.SCRIBBLES, 3, "scribbles"), (ops.OF_MASK, 3, "masks"), (ops.OF_SCORES, 3, "masks"), (ops.OF_MASKS, 2, "masks"),
+)  # fmt: skip
 #: What a program may have, and how often.
 FEATURES = dict(writes=0.5, attributes=0.25, escapes=0.2, scribbles=0.25, masks=0.35, faults=0.15, contexts=0.3)
 

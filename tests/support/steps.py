@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_memsave import patch
 from hf_memsave.patching.swap import is_patched, stock_class
 from support.helpers import assert_same_bits
 from support.zoo import batch_for
 
 Results = dict[str, Tensor]
+
+
+def patched(model: nn.Module, *config: Any, **fields: Any) -> nn.Module:
+    """The model, after it was patched."""
+    patch(model, *config, **fields)
+    return model
+
+
+def patched_copy(model: nn.Module, *config: Any, **fields: Any) -> nn.Module:
+    """A copy of the model that is patched."""
+    return patched(copy.deepcopy(model), *config, **fields)
 
 
 def step(model: nn.Module, batch: Any, seed: int = 7, low: torch.dtype | None = None, **options: Any) -> Results:

@@ -1,7 +1,17 @@
-"""Threads that change places often."""
+"""Threads, and that they change places often."""
 
 import sys
+import threading
 from contextlib import contextmanager
+
+
+def in_threads(*calls):
+    """Each on a thread of its own."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @contextmanager

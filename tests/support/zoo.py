@@ -36,6 +36,13 @@ FAMILIES = (
 )  # fmt: skip
 #: For the tests of what is kept.
 MORE = ("distilbert", "electra", "qwen2", "qwen3", "gemma")
+#: The fewest u a layer: norm inputs (2), q, k, v, o (4; LLaMA's k and v have half the heads) and the MLP's inner width
+#: (4; gated 2 x 2.75); a cross-attention has a norm and q, k, v, o more; Phi's two branches share one norm.
+FLOOR = {
+    **dict.fromkeys(("bert", "roberta", "distilbert", "electra", "gpt2", "opt", "t5-encoder"), 10),
+    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3", "gemma"), 10.5),
+    "t5-decoder": 15, "t5-gated-encoder": 11.5, "phi": 9,
+}  # fmt: skip
 #: How a model is trained, and the dtype of its weights.
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
 #: Of each, the dtype of autocast.
@@ -144,6 +151,12 @@ def build(family, size=Size(), dtype=torch.float32, dropout=0.1, head=None, **mo
     return model.to(dtype).train()
 
 
+def llama_8b(layers, hidden):
+    """LLaMA-3-8B's proportions in bf16: a quarter of the kv heads, and an MLP 3.5 times as wide."""
+    fields = dict(intermediate_size=7 * hidden // 2, num_key_value_heads=1, vocab_size=64)
+    return build("llama", Size(hidden=hidden, layers=layers), torch.bfloat16, **fields)
+
+
 def batch_for(model, size=Size(), padded=False, seed=1):
     """Token ids, an attention mask (right-padded where asked for) and labels, on the model's device.
 
@@ -162,3 +175,8 @@ def batch_for(model, size=Size(), padded=False, seed=1):
         sounds = torch.randn(size.batch, MELS, 2 * size.seq, generator=generator.manual_seed(seed))
         batch = {"input_features": sounds.to(model.dtype), "labels": batch["labels"]}
     return {name: value.to(model.device) for name, value in batch.items()}
+
+
+def with_batch(model, *size, **how):
+    """The model, and a batch for it."""
+    return model, batch_for(model, *size, **how)

@@ -10,18 +10,8 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from support import helpers
 from support.attention import BATCH, DIM, HEADS, LAYOUTS, MASKS, SEQ, attention, bias_of, inputs, mask_of, sdpa
-from support.helpers import (
-    DTYPES,
-    assert_backward_twice,
-    assert_exact,
-    assert_same_bits,
-    laid,
-    only_on_cpu,
-    random,
-    subsets,
-    then_draws,
-)
 
 P = 0.3
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -37,8 +27,8 @@ def device(device, request):
 
 
 def assert_is_stocks(fn, given, **options):
-    only_on_cpu(given[0].device)
-    assert_exact(then_draws(fn), then_draws(fn), given, **options)
+    helpers.only_on_cpu(given[0].device)
+    helpers.assert_exact(helpers.then_draws(fn), helpers.then_draws(fn), given, **options)
 
 
 @both
@@ -47,11 +37,11 @@ def assert_is_stocks(fn, given, **options):
 def test_attention_is_exact(device, kind, groups, p, composed):
     """In every dtype and layout, under autocast, with options, and without some of the gradients."""
     heads = HEADS // groups
-    for dtype, layout in product(DTYPES, LAYOUTS):
+    for dtype, layout in product(helpers.DTYPES, LAYOUTS):
         fn = attention(mask_of(kind, device, dtype), layout, groups, dropout=p)
         assert_is_stocks(fn, inputs(device, dtype, heads))
     fn = attention(mask_of(kind, device), "rotated", groups, dropout=p)
-    for wanted in subsets(3):
+    for wanted in helpers.subsets(3):
         assert_is_stocks(fn, inputs(device, kv_heads=heads), wanted=wanted)
     for dtypes in ((FP32, FP32, FP32), (BF16, BF16, BF16), (FP32, FP32, BF16)):  # q and k are rotated in fp32
         given = [x.to(dtype) for x, dtype in zip(inputs(device, kv_heads=heads), dtypes, strict=True)]
@@ -59,7 +49,7 @@ def test_attention_is_exact(device, kind, groups, p, composed):
     for kv_seq, options in product((3, SEQ, 9), [dict(is_causal=True)] * (kind == "none") + [dict(scaling=0.25)]):
         fn = attention(mask_of(kind, device, kv_seq=kv_seq), "rotated", groups, dropout=p, **options)
         assert_is_stocks(fn, inputs(device, kv_heads=heads, kv_seq=kv_seq))
-    assert (len(composed) >= 2 * len(DTYPES)) == (p > 0)
+    assert (len(composed) >= 2 * len(helpers.DTYPES)) == (p > 0)
 
 
 @both
@@ -74,22 +64,18 @@ def test_attention_with_a_position_bias_is_exact(device, wanted, p):
 
 
 OPTIONS = {
-    "causal": dict(is_causal=True),
-    "causal, fewer queries": dict(is_causal=True, q=2),
-    "mask and scale": dict(scale=0.3, is_masked=True),
-    "negative scale": dict(scale=-0.7),
-    "scale of minus zero": dict(scale=-0.0),
-    "grouped": dict(enable_gqa=True),
-    "grouped, causal": dict(enable_gqa=True, is_causal=True),
-    "three dimensions": dict(flat=True),
+    "causal": dict(is_causal=True), "causal, fewer queries": dict(is_causal=True, q=2),
+    "mask and scale": dict(scale=0.3, is_masked=True), "negative scale": dict(scale=-0.7),
+    "scale of minus zero": dict(scale=-0.0), "grouped": dict(enable_gqa=True),
+    "grouped, causal": dict(enable_gqa=True, is_causal=True), "three dimensions": dict(flat=True),
     "nearly all dropped": dict(dropout_p=0.97),
-}
+}  # fmt: skip
 
 
 @both
 @pytest.mark.parametrize("name", OPTIONS)
 def test_attention_is_exact_however_it_is_called(device, name, p):
-    only_on_cpu(device)
+    helpers.only_on_cpu(device)
     options = {"dropout_p": p} | OPTIONS[name]
     length, is_flat = options.pop("q", SEQ), options.pop("flat", False)
     if options.pop("is_masked", False):
@@ -102,7 +88,7 @@ def test_attention_is_exact_however_it_is_called(device, name, p):
         by_name = F.scaled_dot_product_attention(query=q, key=k, value=v, **options)
         return by_name if "enable_gqa" in options else by_name + F.scaled_dot_product_attention(q, k, v, None, p, False)
 
-    for dtype in DTYPES:
+    for dtype in helpers.DTYPES:
         assert_is_stocks(attend, inputs(device, dtype, kv_heads=HEADS // (2 if "enable_gqa" in options else 1)))
 
 
@@ -118,7 +104,7 @@ def test_attention_is_exact_for_odd_shapes_and_masks(device, p):
     with torch.inference_mode():
         mask = mask_of("bool", device)
     assert_is_stocks(attention(mask, dropout=p), inputs(device))
-    for dtype in DTYPES:  # the gradients of one tensor are summed in stock's order
+    for dtype in helpers.DTYPES:  # the gradients of one tensor are summed in stock's order
         assert_is_stocks(lambda x: sdpa(x, x, x, p=p), inputs(device, dtype)[:1])
 
 
@@ -135,13 +121,13 @@ def test_it_is_exact_where_halves_may_be_summed_in_half_precision():
 def test_attention_runs_backward_twice_and_without_gradients(device, groups, p):
     for kind in MASKS:
         fn = attention(mask_of(kind, device), "rotated", groups, dropout=p)
-        assert_backward_twice(fn, *inputs(device, kv_heads=HEADS // groups))
+        helpers.assert_backward_twice(fn, *inputs(device, kv_heads=HEADS // groups))
     found = []
     for tape in (True, False):
         torch.manual_seed(3)
-        with laid(tape), torch.no_grad():
+        with helpers.laid(tape), torch.no_grad():
             found.append(fn(*inputs(device, kv_heads=HEADS // groups)))
-    assert_same_bits(*found)
+    helpers.assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["trained", "frozen"])
@@ -199,7 +185,7 @@ def test_attention_on_a_fused_projection_is_exact(device):
             q, k = (q.cos(), k.cos()) if rotated else (q, k)
             return sdpa_attention_forward(module, q, k, v, mask)[0]
 
-        assert_is_stocks(attend, [random(BATCH, SEQ, sum(widths), device=device)])
+        assert_is_stocks(attend, [helpers.random(BATCH, SEQ, sum(widths), device=device)])
 
 
 @pytest.mark.parametrize("sizes", [dict(kv_seq=0), dict(dim=0), dict(batch=0), dict(seq=0)], ids=str)
@@ -234,12 +220,12 @@ def test_modes_and_classes_see_the_call_and_fake_tensors_are_taken_apart_too(com
     with Sees():
         assert_is_stocks(attention(dropout=P), inputs(CPU))
     assert Sees.calls == before + 2
-    with laid(True):
+    with helpers.laid(True):
         q, k, v = (x.requires_grad_() for x in inputs(CPU))
         sdpa(q.as_subclass(Seen), k, v)
     assert Sees.calls == before + 3 and composed
     composed.clear()
-    with FakeTensorMode(), laid(True):
+    with FakeTensorMode(), helpers.laid(True):
         out = sdpa(*(torch.empty(2, SEQ, HEADS, 8, requires_grad=True) for _ in range(3)))
         out.sum().backward()
     assert composed and out.shape == (2, HEADS, SEQ, 8)
@@ -258,7 +244,7 @@ def test_what_stock_refuses_is_refused_with_its_words():
     for name, (given, options) in cases.items():
         said = []
         for tape in (True, False):
-            with pytest.raises(RuntimeError) as error, laid(tape):
+            with pytest.raises(RuntimeError) as error, helpers.laid(tape):
                 sdpa(*(x.clone().requires_grad_() for x in given), **options)
             said.append(str(error.value))
         assert said[0] == said[1], name

@@ -15,19 +15,13 @@ from hf_memsave.count.peak import count_peak
 from hf_memsave.tape import Tape, table_without
 from hf_memsave.tape.frame import Frame
 from support.attention import BATCH, DIM, HEADS, SEQ, attention, bias_of, inputs, mask_of, sdpa
-from support.helpers import kept, laid, nodes, only_on_cpu, random, taping
+from support.helpers import kept, laid, nodes, on_cpu_alone, random, taping
 from support.zoo import QUOTED, batch_for, build
 
 U = BATCH * SEQ * HEADS * DIM * 4  # one of q, k, v and the output, in fp32
 LSE = BATCH * HEADS * SEQ * 4  # the log of each row's sum, which the CPU kernel keeps
 FLOAT_MASK = BATCH * SEQ * SEQ * 4
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(device):
-    only_on_cpu(device, "this count of bytes")
-
-
+on_cpu = on_cpu_alone("this count of bytes")
 #: Makes a tensor that nothing can remake, and keeps nothing.
 opaque = torch.ops.aten.clone
 

@@ -12,7 +12,7 @@ from hf_memsave.tape import bits
 from hf_memsave.tape.bits import pack_bits, unpack_bits
 from support.helpers import assert_same_bits, random
 from support.launches import Launches
-from support.steps import assert_same, backward
+from support.steps import assert_same, backward, patched
 
 ROWS, WIDTH = 64, 256
 BITS = ROWS * WIDTH // 8
@@ -35,11 +35,9 @@ class Gate(nn.Module):
 
 
 VIEWS = {
-    "whole": lambda x: x,
-    "expanded": lambda x: x.expand(3, ROWS, WIDTH),
-    "transposed": lambda x: x.t(),
+    "whole": lambda x: x, "expanded": lambda x: x.expand(3, ROWS, WIDTH), "transposed": lambda x: x.t(),
     "part": lambda x: x[: ROWS // 4],
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -86,8 +84,7 @@ def test_a_mask_is_kept_once_in_bits(device, x):
         assert masks(model, x) == ROWS * WIDTH
         patch(model)
         assert masks(model, x) == expected
-    model = Gate(is_buffer=True).to(device)
-    patch(model)
+    model = patched(Gate(is_buffer=True).to(device))
     assert masks(model, x) == 0
     model = Gate(VIEWS["part"]).to(device)
     stock = measure_kept(model, (x,)).total

@@ -9,25 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave.tape import dropout as module
-from support.helpers import (
-    DTYPES,
-    LAYOUTS,
-    assert_backward_twice,
-    assert_exact,
-    assert_gradients_are_right,
-    assert_same_bits,
-    assert_same_result,
-    generator_state,
-    kept,
-    only_on_cpu,
-    random,
-    run,
-    taping,
-    then_draws,
-)
+from support import helpers
 from support.pairs import pairwise
 
-HOW = {how: partial(taping, dropout=how) for how in ("auto", "seed", "mask", "stock")}
+HOW = {how: partial(helpers.taping, dropout=how) for how in ("auto", "seed", "mask", "stock")}
 each_way = pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 SPELLINGS = {
     "F.dropout": F.dropout,
@@ -62,15 +47,15 @@ CASES = [
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_it_is_exact_and_draws_as_much_as_stock(device, name):
-    only_on_cpu(device)
+    helpers.only_on_cpu(device)
     for (dtype, p, layout, shape), how, wanted in pairwise(CASES, HOW.values(), (True, False)):
         if layout == "expanded" and "in place" in name:  # nothing can be written to it
             continue
-        view = LAYOUTS.get(layout, torch.clone)
-        fn = then_draws(lambda x, p=p, view=view: SPELLINGS[name](view(x), p))
-        assert_exact(fn, fn, [random(*shape, dtype=dtype, device=device)], how, wanted=[wanted])
+        view = helpers.LAYOUTS.get(layout, torch.clone)
+        fn = helpers.then_draws(lambda x, p=p, view=view: SPELLINGS[name](view(x), p))
+        helpers.assert_exact(fn, fn, [helpers.random(*shape, dtype=dtype, device=device)], how, wanted=[wanted])
     for shape, how in product(((), (1,), (9,), (2, 0, 4)) if name == "F.dropout" else (), HOW.values()):
-        assert_exact(F.dropout, F.dropout, [random(*shape, device=device)], how)
+        helpers.assert_exact(F.dropout, F.dropout, [helpers.random(*shape, device=device)], how)
 
 
 @each_way
@@ -79,7 +64,7 @@ def test_it_drops_what_stock_drops(device, how, p):
     """On CUDA too."""
     x, states = torch.ones(2000, device=device), []  # more than the generator's state takes
     ours, stock = (
-        (run(lambda x: F.dropout(x, p), [x], tape=tape), states.append(generator_state(device)))[0]
+        (helpers.run(lambda x: F.dropout(x, p), [x], tape=tape), states.append(helpers.generator_state(device)))[0]
         for tape in (how, False)
     )
     for seen in (ours.output, ours.of_consumer, ours.of_inputs[0]):  # forward, and twice what backward saw
@@ -96,10 +81,10 @@ def test_backward_neither_minds_draws_before_it_nor_draws(device, how):
         loss = y.square().sum()
     torch.manual_seed(99)
     torch.rand(5, device=device)  # so that the state is not the one that drawing the mask again leaves
-    before = generator_state(device)
+    before = helpers.generator_state(device)
     loss.backward()
     assert torch.equal(x.grad == 0, y == 0)
-    assert torch.equal(generator_state(device), before)
+    assert torch.equal(helpers.generator_state(device), before)
 
 
 @each_way
@@ -109,17 +94,20 @@ def test_it_has_the_right_gradients_and_runs_backward_twice(device, how, name):
         torch.manual_seed(0)
         return SPELLINGS[name](x, 0.5)
 
-    assert_gradients_are_right(same_mask, random(1, 2, 3, dtype=torch.float64, device=device), tape=how)
-    assert_backward_twice(lambda x: SPELLINGS[name](x, 0.5), random(3, 4, 8, device=device), tape=how)
+    helpers.assert_gradients_are_right(same_mask, helpers.random(1, 2, 3, dtype=torch.float64, device=device), tape=how)
+    helpers.assert_backward_twice(lambda x: SPELLINGS[name](x, 0.5), helpers.random(3, 4, 8, device=device), tape=how)
 
 
 def kept_of(name, x, how, **options):
-    return kept(partial(SPELLINGS[name], p=0.1), x, tape=HOW.get(how, False), **options)
+    return helpers.kept(partial(SPELLINGS[name], p=0.1), x, tape=HOW.get(how, False), **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 def test_it_keeps_a_state_or_one_bit_an_element(device, dtype):
-    x, options = random(30, 50, 9, dtype=dtype, device=device), dict(producer=torch.sigmoid)  # which keeps the input
+    x, options = (
+        helpers.random(30, 50, 9, dtype=dtype, device=device),
+        dict(producer=torch.sigmoid),
+    )  # which keeps the input
     stock = x.nbytes + (x.nbytes if device.type == "cpu" else x.numel()) + x.nbytes
     state = {"cpu": 5056, "cuda": 16}[device.type]
     expected = {"seed": x.nbytes + state, "auto": x.nbytes + (state if device.type == "cuda" else -(-x.numel() // 8))}
@@ -129,7 +117,7 @@ def test_it_keeps_a_state_or_one_bit_an_element(device, dtype):
         alpha = {how: kept_of("F.alpha_dropout", x, how, linear=False) for how in expected}
         assert (alpha["seed"], alpha["mask"]) == (state, -(-x.numel() // 8))
         assert alpha["stock"] == alpha[None] >= x.nbytes
-        small = random(3, 8, device=device)  # whose mask takes less than a state
+        small = helpers.random(3, 8, device=device)  # whose mask takes less than a state
         assert kept_of("F.dropout", small, "seed", **options) <= kept_of("F.dropout", small, None, **options)
 
 
@@ -137,34 +125,32 @@ def test_it_keeps_a_state_or_one_bit_an_element(device, dtype):
 N = 151 * 7 * 40
 #: Case -> what a tape of its own choice keeps of a mask of N elements, or of so many: dtype, bytes.
 CHOSEN = {
-    "fp32: a bit each": (torch.float32, -(-N // 8)),
-    "bf16: a state": (torch.bfloat16, 5056),
-    "bf16, cast to fp32: a state": (torch.bfloat16, 5056),
-    "bf16, few elements: a bit each": (torch.bfloat16, 5000),
-}
+    "fp32: a bit each": (torch.float32, -(-N // 8)), "bf16: a state": (torch.bfloat16, 5056),
+    "bf16, cast to fp32: a state": (torch.bfloat16, 5056), "bf16, few elements: a bit each": (torch.bfloat16, 5000),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_a_tape_chooses_what_is_quick_to_read_and_little_beside_what_is_kept(device, case):
-    only_on_cpu(device, "the choice")
+    helpers.only_on_cpu(device, "the choice")
     dtype, nbytes = CHOSEN[case]
     n = 40000 if "few elements" in case else N
 
     def drop(x):
         return F.dropout(x.float() if "cast" in case else x, 0.1)
 
-    kept_by = partial(kept, drop, random(n, dtype=dtype), producer=torch.sigmoid)
+    kept_by = partial(helpers.kept, drop, helpers.random(n, dtype=dtype), producer=torch.sigmoid)
     assert kept_by(tape=HOW["auto"]) == n * dtype.itemsize + nbytes
-    assert kept_by(tape=partial(taping, dropout="small")) == n * dtype.itemsize + (nbytes if n < N else 5056)
-    x = random(151, n // 151 // 40, 40, dtype=dtype)
-    for view in (torch.clone, LAYOUTS["transposed"]):
-        fn = then_draws(lambda x, view=view: drop(view(x)))
-        assert_exact(fn, fn, [x], HOW["auto"])
+    assert kept_by(tape=partial(helpers.taping, dropout="small")) == n * dtype.itemsize + (nbytes if n < N else 5056)
+    x = helpers.random(151, n // 151 // 40, 40, dtype=dtype)
+    for view in (torch.clone, helpers.LAYOUTS["transposed"]):
+        fn = helpers.then_draws(lambda x, view=view: drop(view(x)))
+        helpers.assert_exact(fn, fn, [x], HOW["auto"])
 
 
 @pytest.mark.parametrize("name", ["torch.feature_dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d"])
 def test_channel_dropout_keeps_one_number_a_channel(device, name):
-    x = random(30, 50, 9, device=device)
+    x = helpers.random(30, 50, 9, device=device)
     here = x.nbytes + 4 * {"F.dropout2d": 30, "F.dropout3d": 1}.get(name, 30 * 50)
     expected = {"auto": here, "seed": here, "mask": here, "stock": here + x.nbytes, None: here + x.nbytes}
     assert {how: kept_of(name, x, how, producer=torch.sigmoid) for how in expected} == expected
@@ -173,23 +159,21 @@ def test_channel_dropout_keeps_one_number_a_channel(device, name):
 @each_way
 def test_it_is_stock_in_eval_and_without_gradients_and_refuses_what_stock_refuses(device, how):
     in_eval = [
-        lambda x: F.dropout(x, 0.3, training=False),
-        nn.Dropout(0.3).eval(),
-        lambda x: F.alpha_dropout(x, 0.3),
+        lambda x: F.dropout(x, 0.3, training=False), nn.Dropout(0.3).eval(), lambda x: F.alpha_dropout(x, 0.3),
         lambda x: F.dropout1d(x, 0.3, training=False),
-    ]
-    x = random(3, 4, 8, device=device).requires_grad_()
+    ]  # fmt: skip
+    x = helpers.random(3, 4, 8, device=device).requires_grad_()
     for fn in in_eval:
-        before = generator_state(device)
+        before = helpers.generator_state(device)
         with how():
-            assert_same_bits(fn(x), x)
-        assert torch.equal(generator_state(device), before)
-        assert_same_result(run(fn, [x], tape=how), run(fn, [x]))
+            helpers.assert_same_bits(fn(x), x)
+        assert torch.equal(helpers.generator_state(device), before)
+        helpers.assert_same_result(helpers.run(fn, [x], tape=how), helpers.run(fn, [x]))
     torch.manual_seed(3)
     expected = F.dropout(x.detach(), 0.5)
     torch.manual_seed(3)
     with how(), torch.no_grad():
-        assert_same_bits(F.dropout(x, 0.5), expected)
+        helpers.assert_same_bits(F.dropout(x, 0.5), expected)
     for p in (-0.1, 1.1):
         with how(), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
             F.dropout(x, p)
@@ -201,7 +185,7 @@ def test_one_draw_of_the_fused_kernel_gives_the_output_and_the_mask_again(monkey
     monkeypatch.setattr(module, "redrawn", lambda *args: draws.append(args) or redrawn(*args))
     monkeypatch.setattr(module, "_Redrawn", lambda *args, cls=module._Redrawn: made.append(cls(*args)) or made[-1])
     x, weight = (torch.ones(100, 50, requires_grad=True) for _ in "xw")
-    with taping(inputs=[x]) as tape:
+    with helpers.taping(inputs=[x]) as tape:
         y = module._fused(tape, x, 0.3)
         loss = (y * weight).sum()  # backward has to make y again
     for n in (1, 2):  # a second backward draws once more

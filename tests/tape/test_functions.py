@@ -4,7 +4,6 @@ One call of each kind (its handler, and what stock keeps) is asked what it keeps
 written to. A new function needs its arguments in ``support/examples.py``, and nothing here.
 """
 
-import copy
 import json
 import operator
 import subprocess
@@ -17,22 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_memsave import KeptTensorChangedError, measure_kept, patch
+from hf_memsave import KeptTensorChangedError, measure_kept
 from hf_memsave.tape.functions import CHEAP, MAY_ALIAS, NEW, NEW_FUNCTIONAL, named
 from hf_memsave.tape.tensors import leaves
 from support.examples import Arguments, calls_of, consumed, name_of
 from support.helpers import LAYOUTS, assert_same_bits, laid, only_on_cpu, random, taping
+from support.steps import patched_copy
 from support.tapes import is_remade, sources_of
 
 CALLS = [c for f, handler in CHEAP.items() if not getattr(handler, "is_write", False) for c in calls_of(f)]
 #: How each is called: every dtype, every layout, and arguments that want no gradient.
 OPTIONS = [
-    dict(dtype=torch.float32),
-    dict(dtype=torch.bfloat16, view=LAYOUTS["transposed"]),
-    dict(dtype=torch.float64, view=LAYOUTS["sliced"]),
-    dict(dtype=torch.float32, view=LAYOUTS["expanded"]),
+    dict(dtype=torch.float32), dict(dtype=torch.bfloat16, view=LAYOUTS["transposed"]),
+    dict(dtype=torch.float64, view=LAYOUTS["sliced"]), dict(dtype=torch.float32, view=LAYOUTS["expanded"]),
     dict(dtype=torch.bfloat16, view=LAYOUTS["offset"], frozen=True),
-]
+]  # fmt: skip
 
 
 def step(call, a, tape):
@@ -71,7 +69,6 @@ def test_every_function_has_stocks_bits_and_strides(device):
 
 
 def is_made(y, inputs):
-    """Whether ``y`` lies in a storage of its own."""
     addresses = {t.untyped_storage().data_ptr() for t in inputs}
     return isinstance(y, Tensor) and y.untyped_storage().data_ptr() not in addresses
 
@@ -286,15 +283,12 @@ def test_every_elementwise_operation_of_pytorch_is_in_the_table_or_refused():
     assert {name for name in refused if lacking.get(name) == []} == set()
 
 
-def shifted_into(x, y):
-    torch.bitwise_left_shift(x, 1, out=y)
-
-
-def shifted_in_place(x, y):
-    y <<= 1
-
-
-@pytest.mark.parametrize("write", [shifted_into, shifted_in_place, lambda x, y: y.bitwise_right_shift_(x)])
+@pytest.mark.parametrize(
+    "write",
+    [lambda x, y: torch.bitwise_left_shift(x, 1, out=y), lambda x, y: operator.ilshift(y, 1),
+     lambda x, y: y.bitwise_right_shift_(x)],
+    ids=["into", "in place", "method"],
+)  # fmt: skip
 def test_what_was_made_of_numbers_that_are_shifted_later_is_as_it_was(write):
     x, y = torch.arange(6), torch.arange(6) + 3
     z = y.clone()
@@ -358,8 +352,7 @@ def test_weights_that_are_unpacked_by_shifts_are_not_kept(device, shift):
     width, x = 64, random(4, 64, device=device)
     torch.manual_seed(0)
     stock = nn.Sequential(Packed(width, shift), Packed(width, shift)).to(device)
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours = patched_copy(stock)
     freed = measure_kept(stock, x).total - measure_kept(ours, x).total
     assert freed >= width * width * 4 - width * 4  # of the second layer, less a copy of its scales
     gradients = []

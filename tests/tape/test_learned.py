@@ -16,7 +16,7 @@ from hf_memsave.count.peak import count_peak
 from support.attacks import WIDTH, Block, flat, pair, trained
 from support.helpers import autocasting, taping
 from support.lora import adapted
-from support.steps import assert_same, step
+from support.steps import assert_same, patched_copy, step
 from support.tapes import CALLS, references, remembered
 from support.zoo import FAMILIES, MORE, Size, batch_for, build
 
@@ -28,8 +28,7 @@ LOW = {family: (None, torch.bfloat16)[i % 2] for i, family in enumerate(FAMILIES
 @pytest.mark.parametrize("family", LOW)
 def test_only_what_is_asked_for_is_recorded_and_as_much_is_kept(family, tapes, device):
     stock, low = build(family).to(device), LOW[family]
-    model, batch = copy.deepcopy(stock), batch_for(stock)
-    patch(model)
+    model, batch = patched_copy(stock), batch_for(stock)
     first = kept_by(model, batch, low)
     for number in range(ENOUGH):
         assert_same(step(model, batch, number, low), step(stock, batch, number, low))
@@ -140,8 +139,7 @@ def test_calls_of_batches_of_other_lengths_are_forgotten(device, monkeypatch):
     """And learned again alike: as much is kept as before, with stock's bits."""
     monkeypatch.setattr(CALLS, "MOST_SIGNATURES", 8)
     stock = build("bert", Size(layers=1)).to(device)
-    model, counts = copy.deepcopy(stock), []
-    patch(model)
+    model, counts = patched_copy(stock), []
     batches = {length: batch_for(stock, replace(Size(), seq=length)) for length in range(8, 40)}
     kept = {length: kept_by(model, batches[length]) for length in (8, 9)}
     for length in (*range(10, 40), 8, 9, 8, 9, 8, 9):
@@ -159,8 +157,7 @@ def test_blocks_that_train_later_keep_what_they_would_have_kept_from_the_start(d
     stock = build("bert").to(device)
     batch, kept = batch_for(stock), []
     for frozen_first in (False, True):
-        model = copy.deepcopy(stock)
-        patch(model)
+        model = patched_copy(stock)
         if frozen_first:
             model.bert.encoder.requires_grad_(False)
             for _ in range(ENOUGH):

@@ -15,9 +15,9 @@ from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away, Offload, Queue
 from support.attacks import Attack
 from support.lora import adapted
-from support.steps import assert_same, backward
+from support.steps import assert_same, backward, patched
 from support.tapes import held_tensors
-from support.zoo import QUOTED, Size, batch_for, build
+from support.zoo import QUOTED, Size, batch_for, build, with_batch
 
 FAMILIES = ("bert", "gpt2", "llama", "t5-decoder")
 
@@ -65,8 +65,7 @@ def test_a_layer_leaves_next_to_nothing_on_the_device(family, floor):
     on_device, away = [], []
     for layers in (2, 4):
         size = replace(QUOTED, layers=layers)
-        model = build(family, size)
-        batch = batch_for(model, size)
+        model, batch = with_batch(build(family, size), size)
         patch(model, MemSaveConfig(offload=True))
         gc.collect()
         before = live_bytes()
@@ -81,7 +80,6 @@ def test_a_layer_leaves_next_to_nothing_on_the_device(family, floor):
 
 
 def live_bytes():
-    """Of every storage that is alive."""
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.layout is torch.strided]
     held = {}
     for tensor in tensors + held_tensors() + [o.host for o in gc.get_objects() if isinstance(o, Away)]:
@@ -125,8 +123,7 @@ def test_gates_that_are_chunks_of_one_storage_are_copied_each(kind):
 
 def test_too_little_main_memory_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setattr(offload, "SHARE", 1e-9)
-    model = build("llama", Size())
-    patch(model, MemSaveConfig(offload=True))
+    model = patched(build("llama", Size()), MemSaveConfig(offload=True))
     with pytest.raises(MemSaveError, match=r"expected room for .* in main memory, .* Use a smaller batch"):
         model(**batch_for(model, Size()))
 
@@ -216,8 +213,7 @@ def test_copies_leave_first_in_first_out_and_come_back_in_reverse(bandwidth, sec
 
 @pytest.mark.parametrize(("family", "rung"), [("llama", None), ("gpt2", None), ("llama", "block")])
 def test_a_step_is_stocks_to_the_bit_however_late_copies_are(family, rung, late):
-    model = build(family, Size())
-    batch = batch_for(model, Size(), padded=True)
+    model, batch = with_batch(build(family, Size()), Size(), padded=True)
     _, stock = step(model, batch)
     patch(model, MemSaveConfig(offload=True, checkpoint=rung))
     for module in model.modules():
@@ -240,8 +236,7 @@ def test_what_the_forward_writes_to_is_copied_before(how, late):
         how(h)
         return first + h.exp()
 
-    model = Attack(writing, p=torch.nn.Parameter(torch.linspace(-1, 1, 4096)))
-    patch(model, MemSaveConfig(offload=True))
+    model = patched(Attack(writing, p=torch.nn.Parameter(torch.linspace(-1, 1, 4096))), MemSaveConfig(offload=True))
     model(torch.tensor(2.0)).sum().backward()
     h = model.p.detach() * 2
     expected = h.cos() * 2

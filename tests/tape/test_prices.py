@@ -23,9 +23,6 @@ def a(device):
     return random(*SHAPE, device=device)
 
 
-# Which.
-
-
 @pytest.mark.parametrize("others_first", [True, False])
 def test_a_tensor_is_remade_of_two_that_are_kept_and_else_kept_itself(a, others_first):
     b = random(*SHAPE, device=a.device, seed=1)
@@ -116,9 +113,6 @@ def test_a_kept_tensor_holds_nothing_that_it_was_made_of(a):
     assert_same_bits(handle.get(), y)
 
 
-# How much work.
-
-
 def test_no_tensor_takes_more_than_so_many_functions_in_a_row_or_side_by_side(a):
     with taping(inputs=[a]) as tape:
         x, handles = a, []
@@ -169,8 +163,7 @@ def smoothed(steps):
 
 
 def test_a_tensor_used_three_times_a_step_takes_no_exponential_time(device):
-    x = random(2, 16, WIDTH, device=device)
-    seconds = []
+    x, seconds = random(2, 16, WIDTH, device=device), []
     for steps in (6, 24):
         model = Attack(smoothed(steps)).to(device)
         patch(model)
@@ -190,9 +183,6 @@ def test_a_sum_of_many_terms(device):
         return model.g(x) * torch.sqrt(1 + total * total)
 
     assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device))
-
-
-# Autocast.
 
 
 @pytest.mark.parametrize("is_forward", [True, False])

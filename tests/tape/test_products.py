@@ -11,22 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import measure_kept
-from support.helpers import (
-    DTYPES,
-    LAYOUTS,
-    Calls,
-    as_function,
-    assert_backward_twice,
-    assert_exact,
-    assert_same_bits,
-    autocasting,
-    kept,
-    laid,
-    only_on_cpu,
-    random,
-    subsets,
-    taping,
-)
+from support import helpers
 
 ROWS, IN, OUT = 15, 8, 4
 LOW = [torch.bfloat16, torch.float16]
@@ -40,29 +25,29 @@ def module(request, device):
 
 
 def inputs(module, device, shape=(3, 5, IN), dtype=torch.float32):
-    return [random(*shape, dtype=dtype, device=device), *module.parameters()]
+    return [helpers.random(*shape, dtype=dtype, device=device), *module.parameters()]
 
 
 def assert_is_stocks(fn, given, **options):
-    only_on_cpu(given[0].device)
-    assert_exact(fn, fn, given, **options)
+    helpers.only_on_cpu(given[0].device)
+    helpers.assert_exact(fn, fn, given, **options)
 
 
 def test_a_linear_is_exact(device, module):
     """Under autocast for every choice of gradients, of half weights, of odd shapes; and without, in every dtype."""
-    call, low = as_function(module), LOW[0]
-    for wanted, dtype in product(subsets(3), (torch.float32, low)):
+    call, low = helpers.as_function(module), LOW[0]
+    for wanted, dtype in product(helpers.subsets(3), (torch.float32, low)):
         assert_is_stocks(call, inputs(module, device, dtype=dtype), wanted=wanted, autocast=low)
     for shape in ((IN,), (1, IN), (0, IN), (2, 1, 3, IN)):
         assert_is_stocks(call, inputs(module, device, shape), autocast=low)
     for weight_dtype, autocast in product(LOW, LOW):
-        assert_is_stocks(as_function(module.to(weight_dtype)), inputs(module, device), autocast=autocast)
-    for dtype in DTYPES:
-        assert_is_stocks(as_function(module.to(dtype)), inputs(module, device, dtype=dtype))
+        assert_is_stocks(helpers.as_function(module.to(weight_dtype)), inputs(module, device), autocast=autocast)
+    for dtype in helpers.DTYPES:
+        assert_is_stocks(helpers.as_function(module.to(dtype)), inputs(module, device, dtype=dtype))
     assert_is_stocks(call, inputs(module.double(), device, dtype=torch.float64), autocast=low)  # which leaves it alone
     for autocast in (None, low):
-        with autocasting(device, autocast):
-            assert_backward_twice(call, *inputs(module.float(), device))
+        with helpers.autocasting(device, autocast):
+            helpers.assert_backward_twice(call, *inputs(module.float(), device))
 
 
 def of_views(x, w, *_):
@@ -99,8 +84,8 @@ def of_parts(x, *weights):
     "fn", [of_views, of_one_input, called_again, partial(called_again, is_cached=False), with_autocast_off, of_parts]
 )
 def test_products_that_share_are_exact(device, fn):
-    weights = [random(64, 64, device=device, seed=s) for s in range(1, 5)]
-    assert_is_stocks(fn, [random(8, 64, device=device), *weights], autocast=torch.bfloat16)
+    weights = [helpers.random(64, 64, device=device, seed=s) for s in range(1, 5)]
+    assert_is_stocks(fn, [helpers.random(8, 64, device=device), *weights], autocast=torch.bfloat16)
 
 
 #: Other spellings of a product, of x [7, 64], a weight [64, 64] and a bias [64].
@@ -120,55 +105,59 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_is_exact_and_keeps_no_more_than_stock(device, name):
-    given = [random(7, 64, device=device), random(64, 64, device=device, seed=1), random(64, device=device, seed=2)]
+    given = [
+        helpers.random(7, 64, device=device),
+        helpers.random(64, 64, device=device, seed=1),
+        helpers.random(64, device=device, seed=2),
+    ]
     weight, bias = (nn.Parameter(t) for t in given[1:])
     for autocast in (None, *LOW):
         if name != "w @ x":
             assert_is_stocks(PRODUCTS[name], given, autocast=autocast)
         fn = partial(PRODUCTS[name], w=weight, b=bias)
-        stock, here = (kept(fn, given[0], tape, linear=False, autocast=autocast) for tape in (False, True))
+        stock, here = (helpers.kept(fn, given[0], tape, linear=False, autocast=autocast) for tape in (False, True))
         assert here <= stock
 
 
 @pytest.mark.parametrize("autocast", LOW, ids=str)
 def test_a_linear_under_autocast_keeps_nothing_beside_its_input(device, module, autocast):
-    x = random(3, 5, IN, device=device)
+    x = helpers.random(3, 5, IN, device=device)
     options = dict(producer=torch.sigmoid, linear=False, autocast=autocast)
     copies = (ROWS * IN + IN * OUT) * autocast.itemsize
-    assert kept(module, x, tape=False, **options) == x.nbytes + copies
-    assert kept(module, x, tape=True, **options) == x.nbytes
+    assert helpers.kept(module, x, tape=False, **options) == x.nbytes + copies
+    assert helpers.kept(module, x, tape=True, **options) == x.nbytes
 
 
 def test_conversions_of_one_tensor_add_their_gradients_in_its_dtype(device):
-    weights = [random(64, dtype=torch.bfloat16, device=device, seed=s) for s in range(3)]
-    assert_is_stocks(lambda x: sum(x.bfloat16() * w for w in weights), [random(64, device=device)])
-    for view in LAYOUTS.values():
-        assert_is_stocks(lambda x, view=view: view(x).bfloat16().float(), [random(4, 5, 8, device=device)])
+    weights = [helpers.random(64, dtype=torch.bfloat16, device=device, seed=s) for s in range(3)]
+    assert_is_stocks(lambda x: sum(x.bfloat16() * w for w in weights), [helpers.random(64, device=device)])
+    for view in helpers.LAYOUTS.values():
+        assert_is_stocks(lambda x, view=view: view(x).bfloat16().float(), [helpers.random(4, 5, 8, device=device)])
 
 
 def test_a_cast_of_a_weight_is_made_once_in_a_forward_and_kept_by_nobody(device):
     """A tied or shared layer, as in ALBERT; but made again once the weight is written to."""
-    only_on_cpu(device)
-    layer, x, outputs = nn.Linear(64, 64).to(device), random(16, 64, device=device), []
+    helpers.only_on_cpu(device)
+    layer, x, outputs = nn.Linear(64, 64).to(device), helpers.random(16, 64, device=device), []
 
     def shared(x, tape):
-        with laid(tape), autocasting(x.device, torch.bfloat16):
+        with helpers.laid(tape), helpers.autocasting(x.device, torch.bfloat16):
             for _ in range(4):
                 x = layer(x).float().relu()
             return {"loss": x.sum()}
 
-    stock, here = (measure_kept(Calls(partial(shared, tape=tape)), x) for tape in (False, True))
+    stock, here = (measure_kept(helpers.Calls(partial(shared, tape=tape)), x) for tape in (False, True))
     low = layer.weight.numel() * 2
     assert low in [s.nbytes for s in stock.storages]
     assert low not in [s.nbytes for s in here.storages]
     for tape in (True, False):
-        weight = random(64, 64, device=device, seed=1).requires_grad_()
-        with autocasting(device, torch.bfloat16), laid(tape):
+        weight = helpers.random(64, 64, device=device, seed=1).requires_grad_()
+        with helpers.autocasting(device, torch.bfloat16), helpers.laid(tape):
             first = F.linear(x, weight)
             with torch.no_grad():
                 weight.mul_(2)
             outputs.append(first + F.linear(x, weight))
-    assert_same_bits(*outputs)
+    helpers.assert_same_bits(*outputs)
 
 
 class Conversions(TorchDispatchMode):
@@ -186,7 +175,7 @@ class Conversions(TorchDispatchMode):
 
 @pytest.mark.parametrize("between", [lambda h: h, lambda h: h.mul_(2)], ids=["nothing", "a write"])
 def test_backward_converts_once_what_several_products_took(device, between):
-    only_on_cpu(device)
+    helpers.only_on_cpu(device)
 
     def branches(x, q, k, v):
         h = torch.tanh(x) * 3  # the second of two functions that are remade from x
@@ -194,9 +183,12 @@ def test_backward_converts_once_what_several_products_took(device, between):
         h = between(h)
         return first + F.linear(h, k) + F.linear(h, v)
 
-    given = [random(ROWS, IN, device=device), *(random(OUT, IN, device=device, seed=s) for s in (1, 2, 3))]
+    given = [
+        helpers.random(ROWS, IN, device=device),
+        *(helpers.random(OUT, IN, device=device, seed=s) for s in (1, 2, 3)),
+    ]
     assert_is_stocks(branches, given, autocast=torch.bfloat16)
-    with taping(), autocasting(device, torch.bfloat16):
+    with helpers.taping(), helpers.autocasting(device, torch.bfloat16):
         loss = branches(*(t.requires_grad_() for t in given)).sum()
     with Conversions(given[0].shape) as seen:
         loss.backward()

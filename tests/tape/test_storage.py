@@ -50,9 +50,6 @@ def sigmas(draws, truth):
     return float(((draws.mean(0) - truth).abs() / (spread + 1e-6 * truth.abs())).max())
 
 
-# The code.
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_code_is_unbiased_and_a_rounding_is_not(kind):
     x, generator = random(100), torch.Generator().manual_seed(1)
@@ -158,9 +155,6 @@ def test_numbers_whose_range_overflows_stay_finite_and_unbiased(kind, dtype):
         assert ((draws / largest - x / largest).abs() <= step + torch.finfo(dtype).eps + slack).all()
         bias = (draws / largest).mean(0) - x / largest
         assert (bias.abs() <= 5 * step / 2 / len(draws) ** 0.5 + torch.finfo(dtype).eps + slack).all()
-
-
-# The tape.
 
 
 @pytest.mark.parametrize("kind", KINDS)

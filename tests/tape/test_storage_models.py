@@ -11,8 +11,8 @@ from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.tape.quantize import FORMATS
 from support.helpers import only_on_cpu, random
-from support.steps import assert_same, backward, gradients, step
-from support.zoo import Size, batch_for, build
+from support.steps import assert_same, backward, gradients, patched, step
+from support.zoo import Size, batch_for, build, with_batch
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
 KINDS = tuple(FORMATS)
@@ -33,11 +33,9 @@ def error(got, exact):
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "dtype"), [("bert", torch.float32), ("llama", torch.bfloat16)])
 def test_families_keep_less_and_err_little(device, family, dtype):
-    model = build(family, SIZE, dtype).to(device)
-    batch = batch_for(model, SIZE)
+    model, batch = with_batch(build(family, SIZE, dtype).to(device), SIZE)
     patch(model)
-    exact, kept = step(model, batch), measure_kept(model, batch).total
-    totals = []
+    exact, kept, totals = step(model, batch), measure_kept(model, batch).total, []
     for kind in KINDS:
         patch(model, MemSaveConfig(storage=kind), replace=True)
         got = step(model, batch)
@@ -52,8 +50,7 @@ def test_families_keep_less_and_err_little(device, family, dtype):
 
 
 def test_beside_other_ways_to_keep_less(device):
-    model = build("bert", SIZE).to(device)
-    batch = batch_for(model, SIZE)
+    model, batch = with_batch(build("bert", SIZE).to(device), SIZE)
     for options in ({"activation": "invert", "dropout": "mask"}, {"activation": "few_bit"}):
         patch(model, MemSaveConfig(**options), replace=True)
         exact, kept = step(model, batch), measure_kept(model, batch).total
@@ -66,8 +63,7 @@ def test_beside_other_ways_to_keep_less(device):
 def test_drawn_rows_and_the_output_of_a_sampled_linear_are_stored_in_int8_too(device):
     only_on_cpu(device)
     linear = WTACRS(budget=0.3, targets=("0", "1"))
-    model = build("t5-encoder", SIZE, dropout=0.0)
-    batch = batch_for(model, SIZE)
+    model, batch = with_batch(build("t5-encoder", SIZE, dropout=0.0), SIZE)
     patch(model)
     exact = step(model, batch)
     patch(model, MemSaveConfig(linear=linear), replace=True)
@@ -77,16 +73,14 @@ def test_drawn_rows_and_the_output_of_a_sampled_linear_are_stored_in_int8_too(de
     draws = [flat(step(model, batch)) for _ in range(24)]
     one, mean = ((d - flat(exact)).norm() for d in (draws[0], sum(draws) / 24))
     assert mean < 0.3 * one, "24 draws err by 1/√24 of one, if without bias"
-    model = build("bert", SIZE).to(device)
-    patch(model, MemSaveConfig(storage="int8"))
+    model = patched(build("bert", SIZE).to(device), MemSaveConfig(storage="int8"))
     whole = measure_kept(model, batch_for(model, SIZE)).total
     patch(model, MemSaveConfig(linear=linear, storage="int8"), replace=True)
     assert measure_kept(model, batch_for(model, SIZE)).total < 1.05 * whole
 
 
 def test_checkpointing_offload_a_second_backward_and_nans(device):
-    model = build("llama", SIZE, dropout=0.0).to(device)
-    batch = batch_for(model, SIZE)
+    model, batch = with_batch(build("llama", SIZE, dropout=0.0).to(device), SIZE)
     patch(model)
     exact = step(model, batch)
     patch(model, MemSaveConfig(storage="int8"), replace=True)

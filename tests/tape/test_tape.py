@@ -1,7 +1,6 @@
 """The tape: what is remade, when it dies, and who may ask. What is written to meanwhile: ``test_writes.py``."""
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape, current
 from hf_memsave.tape.frame import Frame
-from support.helpers import assert_same_bits, random, taping
+from support.helpers import GoesBack, assert_same_bits, random, taping
 from support.tapes import of_ones
+from support.threads import in_threads
 
 
 class Counter:
@@ -39,9 +39,6 @@ def is_alive(ref):
 
 def ref_of(tensor):
     return StorageWeakRef(tensor.untyped_storage())
-
-
-# What is freed.
 
 
 def test_a_tensor_that_is_remade_is_freed_and_what_was_made_without_a_tape_is_kept(x, weight):
@@ -105,29 +102,12 @@ def test_a_view_in_another_dtype_is_kept(device):
     assert_same_bits(w.grad, y.view(torch.float16))
 
 
-# When it is asked for.
-
-
-class OnTheWayBack(torch.autograd.Function):
-    """Calls a function when its backward runs."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.call()
-        return dy, None
-
-
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_what_was_remade_dies_with_its_last_consumer_and_is_not_held_for_one_that_never_asks(x, consumers):
     weights = [random(20, 20, device=x.device, seed=seed).requires_grad_() for seed in range(2)][:consumers]
     fn, alive = Counter(), []
     with Tape(Frame({})) as tape:
-        h = OnTheWayBack.apply(x, lambda: alive.append(not fn.made[1].expired()))
+        h = GoesBack.apply(x, lambda dy: alive.append(not fn.made[1].expired()) or dy)
         y = recorded(tape, fn, h)
         z = sum((y @ weight).sum() for weight in weights)
     del y
@@ -135,17 +115,6 @@ def test_what_was_remade_dies_with_its_last_consumer_and_is_not_held_for_one_tha
     assert alive == [False] and len(fn.made) == 2
     torch.autograd.grad(z, weights[0], retain_graph=True)
     assert len(fn.made) == 3 and not is_alive(fn.made[2])
-
-
-# Threads.
-
-
-def in_threads(*calls):
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_each_thread_has_its_own_tape_and_backward_may_run_on_another(x, weight):

@@ -66,36 +66,24 @@ def test_every_function_that_writes_is_known():
 
 
 OTHERS = {
-    "out=": lambda t: torch.add(t, 1, out=t),
-    "out= of a view": lambda t: torch.add(t[0], 1, out=t[1]),
-    "inplace= by name": lambda t: F.silu(t, inplace=True),
-    "inplace= by place": lambda t: F.elu(t, 1.0, True),
+    "out=": lambda t: torch.add(t, 1, out=t), "out= of a view": lambda t: torch.add(t[0], 1, out=t[1]),
+    "inplace= by name": lambda t: F.silu(t, inplace=True), "inplace= by place": lambda t: F.elu(t, 1.0, True),
     "inplace=, all by name": lambda t: F.hardswish(input=t, inplace=True),
-    "a rectifier": lambda t: F.relu(t, inplace=True),
-    "leaky relu": lambda t: F.leaky_relu(t, 0.1, True),
-    "hardtanh": lambda t: F.hardtanh(t, inplace=True),
-    "rrelu": lambda t: F.rrelu(t, inplace=True),
-    "threshold": lambda t: F.threshold(t, 0.1, 0.5, inplace=True),
-    "F.elu_": lambda t: F.elu_(t),
-    "F.selu_": lambda t: F.selu_(t),
-    "F.leaky_relu_": lambda t: F.leaky_relu_(t),
-    "dropout": lambda t: F.dropout(t, 0.5, inplace=True),
-    "dropout of all": lambda t: F.dropout(t, 1.0, inplace=True),
+    "a rectifier": lambda t: F.relu(t, inplace=True), "leaky relu": lambda t: F.leaky_relu(t, 0.1, True),
+    "hardtanh": lambda t: F.hardtanh(t, inplace=True), "rrelu": lambda t: F.rrelu(t, inplace=True),
+    "threshold": lambda t: F.threshold(t, 0.1, 0.5, inplace=True), "F.elu_": lambda t: F.elu_(t),
+    "F.selu_": lambda t: F.selu_(t), "F.leaky_relu_": lambda t: F.leaky_relu_(t),
+    "dropout": lambda t: F.dropout(t, 0.5, inplace=True), "dropout of all": lambda t: F.dropout(t, 1.0, inplace=True),
     "torch.dropout_": lambda t: torch.dropout_(t, 0.5, True),
     "alpha dropout": lambda t: F.alpha_dropout(t, 0.5, True, True),
     "feature alpha dropout": lambda t: F.feature_alpha_dropout(t, 0.5, True, True),
-    "channel dropout": lambda t: F.dropout1d(t, 0.5, True, True),
-    "a module": lambda t: nn.ReLU6(inplace=True)(t),
-    "an operator": lambda t: t.__iadd__(1),
-    "an item": lambda t: t.__setitem__((0, slice(1, 3)), 1.0),
-    "a view": lambda t: t[1:].mul_(2),
-    "a detached view": lambda t: t.detach().t().mul_(2),
-    ".data": lambda t: t.data.mul_(2),
-    ".data of a view": lambda t: t[1:].data.zero_(),
-    "an unbound part": lambda t: t.unbind()[0].mul_(2),
-    "foreach": lambda t: torch._foreach_mul_([t], 2),
+    "channel dropout": lambda t: F.dropout1d(t, 0.5, True, True), "a module": lambda t: nn.ReLU6(inplace=True)(t),
+    "an operator": lambda t: t.__iadd__(1), "an item": lambda t: t.__setitem__((0, slice(1, 3)), 1.0),
+    "a view": lambda t: t[1:].mul_(2), "a detached view": lambda t: t.detach().t().mul_(2),
+    ".data": lambda t: t.data.mul_(2), ".data of a view": lambda t: t[1:].data.zero_(),
+    "an unbound part": lambda t: t.unbind()[0].mul_(2), "foreach": lambda t: torch._foreach_mul_([t], 2),
     "self by name": lambda t: torch.relu_(input=t),
-}
+}  # fmt: skip
 #: What is written to inside them is known only afterwards.
 HIDDEN = {
     "out= of a product": lambda t: torch.mm(t, torch.eye(20, device=t.device), out=t),
@@ -152,9 +140,6 @@ def test_what_was_made_of_running_statistics_is_as_it_was(device, left):
         handle, expected = tape.pack(made), made.clone()
         norm(x)
     assert_same_bits(handle.get(), expected)
-
-
-# After the forward.
 
 
 def test_a_source_that_is_written_to_after_the_forward_raises(device):

@@ -16,22 +16,9 @@ from hf_memsave.ops.approximate import few_bit as file
 from hf_memsave.ops.approximate.few_bit import RANGE, FewBit, levels
 from hf_memsave.ops.approximate.inverse import ACTIVATIONS
 from hf_memsave.tape.bits import pack_bits, pack_codes, unpack_bits, unpack_codes
-from support.helpers import (
-    DTYPES,
-    LAYOUTS,
-    Probe,
-    assert_backward_twice,
-    assert_exact,
-    assert_same_bits,
-    kept,
-    nbytes,
-    only_on_cpu,
-    random,
-    swapped,
-    taping,
-)
+from support import helpers
 from support.pairs import pairwise
-from support.steps import assert_same, step
+from support.steps import assert_same, patched_copy, step
 from support.zoo import Size, batch_for, build
 
 BITS = range(1, 9)
@@ -47,7 +34,7 @@ FACTORS = 3 * 8
 
 
 def few_bit(module, bits=4):
-    return swapped(module, "activation", FewBit(bits))
+    return helpers.swapped(module, "activation", FewBit(bits))
 
 
 def code_bytes(x, bits=4):
@@ -58,11 +45,12 @@ def code_bytes(x, bits=4):
 def kept_before_frozen(op, x):
     """Bytes that ``op`` keeps before a frozen linear, but for those of the loss."""
     linear = nn.Linear(x.shape[-1], 2, device=x.device, dtype=x.dtype).requires_grad_(False)
-    return measure_kept(Probe(op, True, torch.clone, linear, None), x.detach().requires_grad_()).total - x.itemsize
+    return (
+        measure_kept(helpers.Probe(op, True, torch.clone, linear, None), x.detach().requires_grad_()).total - x.itemsize
+    )
 
 
 def gradients(model, x, forward):
-    """Of ``x`` and of all trained parameters."""
     leaf = x.detach().clone().requires_grad_()
     model.zero_grad()
     forward(model, leaf).square().sum().backward()
@@ -74,16 +62,13 @@ def plainly(model, x):
 
 
 def in_a_tape(model, x):
-    with taping():
+    with helpers.taping():
         return model(x)
 
 
 def assert_all_same(got, expected):
     for mine, theirs in zip(got, expected, strict=True):
-        assert_same_bits(mine, theirs)
-
-
-# Its bits
+        helpers.assert_same_bits(mine, theirs)
 
 
 def of_level(x, bits):
@@ -93,33 +78,35 @@ def of_level(x, bits):
     return torch.as_tensor(table.levels[pieces], device=x.device)
 
 
-@pytest.mark.parametrize(("bits", "dtype", "shape"), pairwise(BITS, DTYPES, [(501,), (0, 4), (3, 5)]))
+@pytest.mark.parametrize(("bits", "dtype", "shape"), pairwise(BITS, helpers.DTYPES, [(501,), (0, 4), (3, 5)]))
 def test_few_bit_backward_is_the_level_of_the_input(device, dtype, bits, shape):
-    x, op = (random(*shape, dtype=dtype, device=device) * 4).requires_grad_(), few_bit(nn.GELU(), bits)
-    dy = random(*shape, dtype=dtype, device=device, seed=3)
+    x, op = (helpers.random(*shape, dtype=dtype, device=device) * 4).requires_grad_(), few_bit(nn.GELU(), bits)
+    dy = helpers.random(*shape, dtype=dtype, device=device, seed=3)
     in_a_tape(op, x).backward(dy)
-    assert_same_bits(x.grad, (dy * of_level(x, bits)).to(dtype))
-    assert kept(op, x.detach(), tape=True, linear=False) <= code_bytes(x, bits)
+    helpers.assert_same_bits(x.grad, (dy * of_level(x, bits)).to(dtype))
+    assert helpers.kept(op, x.detach(), tape=True, linear=False) <= code_bytes(x, bits)
 
 
-@pytest.mark.parametrize("view", LAYOUTS)
+@pytest.mark.parametrize("view", helpers.LAYOUTS)
 def test_few_bit_takes_views(device, view):
     """And keeps no more than the exact op and its bits, where these take less than the whole that a part lies in."""
-    x, see = random(4, 5, 8, device=device).requires_grad_(), LAYOUTS[view]
+    x, see = helpers.random(4, 5, 8, device=device).requires_grad_(), helpers.LAYOUTS[view]
     seen = see(x)
-    dy = random(*seen.shape, device=device, seed=3)
+    dy = helpers.random(*seen.shape, device=device, seed=3)
     found = in_a_tape(lambda x: few_bit(nn.GELU())(see(x)), x)
-    assert_same_bits(*(torch.autograd.grad(y, x, d)[0] for y, d in ((found, dy), (seen, dy * of_level(seen, 4)))))
+    helpers.assert_same_bits(
+        *(torch.autograd.grad(y, x, d)[0] for y, d in ((found, dy), (seen, dy * of_level(seen, 4))))
+    )
     mine, exact = (
-        kept(lambda x: op(see(x)), x.detach(), tape=True, producer=torch.ops.aten.clone)  # noqa: B023
+        helpers.kept(lambda x: op(see(x)), x.detach(), tape=True, producer=torch.ops.aten.clone)  # noqa: B023
         for op in (few_bit(nn.GELU()), nn.functional.gelu)
     )
     assert mine <= exact + code_bytes(seen)
 
 
 def test_few_bit_runs_backward_twice_but_not_double(device):
-    assert_backward_twice(few_bit(nn.SiLU()), random(3, 8, device=device))
-    x = random(3, 8, device=device).requires_grad_()
+    helpers.assert_backward_twice(few_bit(nn.SiLU()), helpers.random(3, 8, device=device))
+    x = helpers.random(3, 8, device=device).requires_grad_()
     (dx,) = torch.autograd.grad(in_a_tape(few_bit(nn.SiLU()), x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
@@ -162,45 +149,42 @@ def test_codes_come_back(device, bits):
         packed = pack_codes(codes, bits)
         assert packed.nbytes == bits * -(-codes.numel() // 8)
         assert torch.equal(unpack_codes(packed, codes.numel()).view(shape), codes)
-    flags = random(1001, device=device) > 0
+    flags = helpers.random(1001, device=device) > 0
     packed = pack_bits(flags)
     assert packed.nbytes == 126
     assert torch.equal(unpack_bits(packed, 1001), flags)
 
 
-# Whether it keeps them
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "shape", "autocast"),
-    pairwise(MODULES, DTYPES, [(7, 5, 9), (), (3,), (0, 4), (2, 1, 7)], [None, torch.bfloat16]),
+    pairwise(MODULES, helpers.DTYPES, [(7, 5, 9), (), (3,), (0, 4), (2, 1, 7)], [None, torch.bfloat16]),
 )
 def test_few_bit_is_exact_where_its_output_is_wanted(device, kind, dtype, shape, autocast):
-    only_on_cpu(device)
-    op, stock, x = few_bit(MODULES[kind]()), MODULES[kind](), random(*shape, dtype=dtype, device=device)
-    assert_exact(op, stock, [x], autocast=autocast)
+    helpers.only_on_cpu(device)
+    op, stock, x = few_bit(MODULES[kind]()), MODULES[kind](), helpers.random(*shape, dtype=dtype, device=device)
+    helpers.assert_exact(op, stock, [x], autocast=autocast)
     if len(shape) == 3:
-        assert_exact(lambda x: op(x.transpose(0, 1)), lambda x: stock(x.transpose(0, 1)), [x])
+        helpers.assert_exact(lambda x: op(x.transpose(0, 1)), lambda x: stock(x.transpose(0, 1)), [x])
 
 
 def test_few_bit_goes_back_under_the_autocast_of_its_forward(device):
-    only_on_cpu(device)
+    helpers.only_on_cpu(device)
 
     def rounded(x):  # an activation in which autocast converts
         return torch.nn.functional.gelu(x @ torch.eye(8, device=device)).float()
 
     op = partial(file.few_bit, name="gelu", forward=rounded)
-    assert_exact(op, rounded, [random(3, 8, device=device)], autocast=torch.bfloat16)
+    helpers.assert_exact(op, rounded, [helpers.random(3, 8, device=device)], autocast=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("kind", "bits", "dtype"), pairwise(MODULES, BITS, DTYPES))
+@pytest.mark.parametrize(("kind", "bits", "dtype"), pairwise(MODULES, BITS, helpers.DTYPES))
 def test_few_bit_keeps_what_the_exact_op_does_before_a_trained_linear_and_bits_before_a_frozen_one(
     device, kind, bits, dtype
 ):
-    op, x = few_bit(MODULES[kind](), bits), random(3, 16, 8, dtype=dtype, device=device)
-    assert kept(op, x, tape=True) == nbytes(x)
+    op, x = few_bit(MODULES[kind](), bits), helpers.random(3, 16, 8, dtype=dtype, device=device)
+    assert helpers.kept(op, x, tape=True) == helpers.nbytes(x)
     assert kept_before_frozen(op, x) == code_bytes(x, bits) == x.numel() * bits // 8 + 1
-    assert kept(op, x, tape=True, producer=torch.sigmoid) == nbytes(x), "its input is kept anyway"
+    assert helpers.kept(op, x, tape=True, producer=torch.sigmoid) == helpers.nbytes(x), "its input is kept anyway"
 
 
 def block(act, trained):
@@ -212,16 +196,16 @@ def block(act, trained):
 
 @pytest.mark.parametrize(("use_reentrant", "trained"), [(True, True), (False, True), (False, False)])
 def test_few_bit_chooses_in_a_checkpointed_block(device, use_reentrant, trained):
-    x = random(64, 8, device=device)
+    x = helpers.random(64, 8, device=device)
     again = partial(checkpoint, in_a_tape, use_reentrant=use_reentrant)
     expected = gradients(block(nn.GELU() if trained else few_bit(nn.GELU()), trained).to(device), x, in_a_tape)
     assert_all_same(gradients(block(few_bit(nn.GELU()), trained).to(device), x, again), expected)
 
 
 def test_few_bit_keeps_its_bits_where_a_foreign_hook_lies_before_the_consumer(device):
-    model, x = block(few_bit(nn.GELU()), True).to(device), random(64, 8, device=device).requires_grad_()
+    model, x = block(few_bit(nn.GELU()), True).to(device), helpers.random(64, 8, device=device).requires_grad_()
     seen = []
-    with taping():
+    with helpers.taping():
         y = model[1](model[0](x))
         with saved_tensors_hooks(lambda t: (seen.append(t.shape), t)[1], lambda t: t):
             z = model[2](y)
@@ -231,26 +215,26 @@ def test_few_bit_keeps_its_bits_where_a_foreign_hook_lies_before_the_consumer(de
         middle = model[0](x)
     (slopes,) = torch.autograd.grad(file.few_bit(middle.requires_grad_(), "gelu", nn.GELU()).sum(), middle)
     dy = torch.ones(len(x), model[2].out_features) @ model[2].weight
-    assert_same_bits(x.grad, (dy * slopes).detach() @ model[0].weight.detach())
+    helpers.assert_same_bits(x.grad, (dy * slopes).detach() @ model[0].weight.detach())
 
 
 def test_an_output_that_its_user_holds_is_not_taken_and_one_that_was_written_to_is_kept_beside_the_bits(device):
-    held, op, x = [], few_bit(nn.GELU()), random(3, 16, 8, device=device)
+    held, op, x = [], few_bit(nn.GELU()), helpers.random(3, 16, 8, device=device)
 
     def hold(x):
         y = op(x)
         held.append(y.detach())
         return y
 
-    assert kept_before_frozen(hold, x) == nbytes(x) + code_bytes(x)
-    assert kept(lambda x: op(x).neg_(), x, tape=True) == nbytes(x) + code_bytes(x)
+    assert kept_before_frozen(hold, x) == helpers.nbytes(x) + code_bytes(x)
+    assert helpers.kept(lambda x: op(x).neg_(), x, tape=True) == helpers.nbytes(x) + code_bytes(x)
 
 
 def test_an_input_that_was_written_to_is_not_promised_from(device):
-    op, x, slope = few_bit(nn.GELU()), random(64, device=device), []
+    op, x, slope = few_bit(nn.GELU()), helpers.random(64, device=device), []
     for change in (False, True):
         leaf, weight = x.clone().requires_grad_(), torch.ones(64, device=device, requires_grad=True)
-        with taping():
+        with helpers.taping():
             z = leaf * 1
             y = op(z)
             if change:
@@ -258,12 +242,9 @@ def test_an_input_that_was_written_to_is_not_promised_from(device):
                     z.zero_()
             product = y * weight
         product.sum().backward()
-        assert_same_bits(weight.grad, nn.GELU()(x))
+        helpers.assert_same_bits(weight.grad, nn.GELU()(x))
         slope.append(leaf.grad)
     assert 0 < (slope[0] - slope[1]).abs().max() < 0.1  # of the bits, of the input as it was
-
-
-# In models
 
 
 @pytest.mark.parametrize("trained", [0, 1])
@@ -274,14 +255,13 @@ def test_each_activation_of_a_model_chooses_for_itself_and_the_report_counts_wha
     stock = nn.Sequential(*layers, nn.Linear(8, 2)).to(device)
     stock[2].requires_grad_(trained == 0)
     stock[5].requires_grad_(trained == 1)
-    exact, ours = copy.deepcopy(stock), copy.deepcopy(stock)
-    patch(exact)
+    exact, ours = patched_copy(stock), copy.deepcopy(stock)
     report = patch(ours, MemSaveConfig(activation="few_bit"))
-    x, n = random(64, 8, device=device).requires_grad_(), 64 * 16
+    x, n = helpers.random(64, 8, device=device).requires_grad_(), 64 * 16
     for model in (stock, ours):
         gradients(model, x, plainly)
     after, before = (ours[3].weight.grad, stock[3].weight.grad) if trained else (None, None)
-    assert_same_bits(after, before)  # of what lies behind the activation that keeps bits
+    helpers.assert_same_bits(after, before)  # of what lies behind the activation that keeps bits
     assert not torch.equal(ours[0].weight.grad, stock[0].weight.grad)
     of_stock, of_exact, of_ours = (measure_kept(model, x).total for model in (stock, exact, ours))
     assert of_exact - of_ours == n * 4 - (n // 2 + n // 1024)  # one of both, in 4 bits and a byte
@@ -290,7 +270,7 @@ def test_each_activation_of_a_model_chooses_for_itself_and_the_report_counts_wha
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5-gated-encoder"])
 def test_a_model_that_is_trained_whole_gets_the_exact_config(device, family):
-    only_on_cpu(device)
+    helpers.only_on_cpu(device)
     exact = build(family, SIZE).to(device)
     ours, stock = copy.deepcopy(exact), copy.deepcopy(exact)
     patch(exact)
@@ -308,12 +288,12 @@ def test_few_bit_keeps_no_more_than_the_exact_op_after_a_norm(device, norm, trai
     """The norm keeps what the activation's input is promised from."""
     stock = nn.Sequential(nn.Linear(64, 64), norm(64), nn.GELU(), nn.Linear(64, 64)).to(device)
     stock[-1].requires_grad_(trained)
-    x, models = random(32, 64, device=device), {}
+    x, models = helpers.random(32, 64, device=device), {}
     for value in ("recompute", "few_bit"):
         models[value] = copy.deepcopy(stock)
         patch(models[value], MemSaveConfig(activation=value, storage=storage))
     exact, chosen = (measure_kept(models[value], (x,)).total for value in models)
     assert chosen <= exact
     if storage is None:
-        only_on_cpu(device)
+        helpers.only_on_cpu(device)
         assert_all_same(*(gradients(model, x, plainly) for model in (models["few_bit"], stock)))

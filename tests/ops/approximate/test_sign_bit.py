@@ -17,7 +17,6 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def given(*shape, dtype=torch.float32, device="cpu"):
-    """x, a weight and a bias."""
     return [random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate((shape, (4, 8), (4,)))]
 
 
@@ -28,7 +27,6 @@ def gradients(fn, x, weight, bias, dz):
 
 
 def both(name, x, weight, bias, dz):
-    """The output and gradients of the op, and of stock."""
     forward = ACTIVATIONS[name]
     mine = gradients(lambda x, w, b: sign_bit(x, name, forward, w, b), x, weight, bias, dz)
     return mine, gradients(lambda x, w, b: F.linear(forward(x), w, b), x, weight, bias, dz)

@@ -19,6 +19,7 @@ from hf_memsave.ops.loss import chunked_loss
 from support.fake import kept_on_fake
 from support.helpers import only_on_cpu, swapped
 from support.kernels import IS_INTERPRETED, SMALL, TRITON, distance, interpreted, rounding, same, step  # noqa: F401
+from support.steps import patched, patched_copy
 from support.zoo import QUOTED, Size, batch_for, build
 
 
@@ -53,13 +54,10 @@ def of_ours_over_stocks(name, device, mode):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        *((name, "fp32") for name in ("bert", "gpt2", "llama", "gemma", "t5-decoder")), ("llama", "bf16"),
-        ("llama", "autocast"), ("gemma", "bf16"), ("t5-decoder", "autocast"), ("gpt2", "autocast"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "mode"), [
+    *((name, "fp32") for name in ("bert", "gpt2", "llama", "gemma", "t5-decoder")), ("llama", "bf16"),
+    ("llama", "autocast"), ("gemma", "bf16"), ("t5-decoder", "autocast"), ("gpt2", "autocast"),
+])  # fmt: skip
 def test_gradients_are_as_near_to_float64_as_stocks(name, mode, device):
     assert of_ours_over_stocks(name, device, mode) <= (1.2 if mode == "fp32" else 1.1)
 
@@ -82,54 +80,39 @@ def test_a_first_step_counts_stock_as_the_models_own_functions(family, lora, dev
 
 @interpreted
 def test_gradients_of_gradients_are_refused(device):
-    model = make("llama", device)
-    patch(model, TRITON)
+    model = patched(make("llama", device), TRITON)
     loss = model(**batch_for(model, SMALL)).loss
     (gradient,) = torch.autograd.grad(loss, model.get_input_embeddings().weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
 
-def doubles(module, *args):
-    return args[-1] * 2
+#: How an activation is changed after patching: LLaMA's in a gated MLP, but the last is BERT's.
+CHANGES = {
+    "forward": lambda act: act.register_forward_hook(lambda module, args, y: y * 2),
+    "before": lambda act: act.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "backward": lambda act: act.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,)),
+    "before-backward": lambda act: act.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,)),
+    "own-forward": lambda act: setattr(act, "forward", torch.tanh),
+    "made_another": lambda act: setattr(act, "act", torch.tanh),
+}
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "watch",
-    [
-        lambda act: act.register_forward_hook(doubles),
-        lambda act: act.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
-        lambda act: act.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,)),
-        lambda act: act.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,)),
-        lambda act: setattr(act, "forward", torch.tanh),
-    ],
-    ids=["forward", "before", "backward", "before-backward", "own-forward"],
-)
-def test_hooks_on_the_activation_of_a_gated_mlp_run(watch, device):
-    model = make("llama", device)
-    stock = copy.deepcopy(model)
-    patch(model, TRITON)
-    for one in (model, stock):
-        watch(one.model.layers[0].mlp.act_fn)
-    assert distance(step(model), step(stock)) < 1e-5
-
-
-@interpreted
-def test_an_activation_that_was_made_another_since_is_computed_as_it_is_now(device):
-    model = make("bert", device)
-    stock = copy.deepcopy(model)
-    patch(model, TRITON)
-    for one in (model, stock):
-        one.bert.encoder.layer[0].intermediate.intermediate_act_fn.act = torch.tanh
-    assert distance(step(model), step(stock)) < 1e-5
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_on_the_activation_run_and_what_it_was_made_since_is_computed(change, device):
+    family, name = ("bert", "intermediate_act_fn") if change == "made_another" else ("llama", "act_fn")
+    stock = make(family, device)
+    ours = patched_copy(stock, TRITON)
+    for model in (ours, stock):
+        CHANGES[change](next(module for path, module in model.named_modules() if path.endswith(name)))
+    assert distance(step(ours), step(stock)) < 1e-5
 
 
 @interpreted
 def test_under_the_transforms_of_torch_func_stock_runs(device):
     model = make("llama", device)
-    stock = copy.deepcopy(model)
-    patch(model, TRITON)
+    ours = patched_copy(model, TRITON)
     x = torch.randn(3, SMALL.seq, SMALL.hidden, device=device)
 
     def both(one):
@@ -137,8 +120,8 @@ def test_under_the_transforms_of_torch_func_stock_runs(device):
         found, slope = torch.func.jvp(lambda x: block.mlp(block.input_layernorm(x)), (x,), (torch.ones_like(x),))
         return [found, slope, torch.func.vmap(lambda x: block.mlp(block.input_layernorm(x)))(x)]
 
-    for ours, expected in zip(both(model), both(stock), strict=True):
-        assert torch.equal(ours, expected)
+    for mine, expected in zip(both(ours), both(model), strict=True):
+        assert torch.equal(mine, expected)
 
 
 @pytest.mark.skipif(IS_INTERPRETED or torch.cuda.is_available(), reason="here kernels run")

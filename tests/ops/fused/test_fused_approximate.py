@@ -19,6 +19,7 @@ from hf_memsave.tape.bits import CODERS
 from hf_memsave.tape.quantize import FORMATS
 from support.kernels import distance, interpreted, rounding  # noqa: F401
 from support.kernels import step as one_step
+from support.steps import patched
 from support.zoo import Size, batch_for, build
 
 pytestmark = interpreted
@@ -75,7 +76,6 @@ def make(name, device, dtype=torch.float32):
 
 
 def step(name, device, dtype=torch.float32, config=None):
-    """What a step keeps, its loss and its gradients."""
     model = make(name, device, dtype)
     if config is not None:
         patch(model, config)
@@ -162,8 +162,7 @@ def test_either_reads_what_the_other_coded(kind, dtype, device):
 def test_draws_are_the_same(rows, estimator, device):
     torch.manual_seed(0)
     x, u = torch.randn(*rows, 50, 8, device=device).exp(), torch.rand(*rows, 15, device=device, dtype=torch.float64)
-    predicted, allowed = torch.rand(50, device=device), torch.rand(50, device=device) > 0.2
-    found = []
+    predicted, allowed, found = torch.rand(50, device=device), torch.rand(50, device=device) > 0.2, []
     for drawing in (EAGER, BY_KERNELS):
         p = drawing.probabilities(drawing.row_norms(x), predicted, allowed)
         found.append([p, *drawing.draw(estimator, p, 15, u)])
@@ -173,8 +172,7 @@ def test_draws_are_the_same(rows, estimator, device):
 
 def test_without_a_tape_or_in_float64_pytorch_computes(device, calls):
     config = MemSaveConfig(**OTHERS | dict(activation="invert", norm="output", backend="triton"))
-    model = make("bert", device)
-    patch(model, config)
+    model = patched(make("bert", device), config)
     model.double()
     x = torch.randn(2, 24, 32, device=device, dtype=torch.float64, requires_grad=True)
     model.bert.encoder.layer[0](x)[0].sum().backward()
@@ -184,8 +182,7 @@ def test_without_a_tape_or_in_float64_pytorch_computes(device, calls):
 def test_a_backward_without_kernels_reads_their_codes(device, monkeypatch):
     """Forward decides for backward, but what the tape keeps is decoded wherever it can be."""
     config = MemSaveConfig(**OTHERS, storage="int8", backend="triton")
-    model = make("bert", device)
-    patch(model, config)
+    model = patched(make("bert", device), config)
     loss = model(**batch_for(model, SIZE)).loss
     monkeypatch.setattr(kernels_file, "is_installed", lambda: False)
     loss.backward()

@@ -22,6 +22,7 @@ from hf_memsave.ops.fused.kernels import kernels
 from support.helpers import assert_same_bits, random
 from support.kernels import SMALL, TRITON, distance, interpreted, rounding, same, step  # noqa: F401
 from support.pairs import pairwise
+from support.steps import patched, patched_copy
 from support.zoo import batch_for, build
 
 P, SEED, EPS = 0.3, 5, 1e-5
@@ -85,8 +86,7 @@ def test_without_dropout_a_step_is_stocks(name, device):
 @interpreted
 @pytest.mark.parametrize("name", ["bert", "llama+lora"])
 def test_masks_follow_the_generator_and_run_again_under_a_checkpoint(name, device):
-    model = model_of(name, device)
-    patch(model, TRITON)
+    model = patched(model_of(name, device), TRITON)
     first = step(model)
     assert same(step(model), first)
     assert distance(step(model, seed=1), first) > 0.01
@@ -95,8 +95,7 @@ def test_masks_follow_the_generator_and_run_again_under_a_checkpoint(name, devic
     again.enable_input_require_grads()
     assert distance(step(again), first) < 1e-6
     model.eval()
-    plain = copy.deepcopy(model)
-    patch(plain, MemSaveConfig(), replace=True)
+    plain = patched_copy(model, MemSaveConfig(), replace=True)
     assert distance(step(model), step(plain)) < 1e-5
 
 
@@ -139,21 +138,16 @@ def test_an_adapter_for_each_row_is_that_which_the_caller_names(device):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.base_model.disable_adapter_layers(),
-        lambda model: model.merge_adapter(),
-        lambda model: model.add_adapter("two", LoraConfig(r=2, target_modules="all-linear")),
-        lambda model: [m.lora_dropout.default.register_forward_hook(lambda m, x, y: 2 * y) for m in adapters(model)],
-        lambda model: [m.lora_dropout.update({"default": nn.Hardtanh(-0.1, 0.1)}) for m in adapters(model)],
-        lambda model: model.eval(),
-    ],
-    ids=["disabled", "merged", "another added", "hooked", "no dropout but another", "eval"],
-)
+@pytest.mark.parametrize("change", [
+    lambda model: model.base_model.disable_adapter_layers(),
+    lambda model: model.merge_adapter(),
+    lambda model: model.add_adapter("two", LoraConfig(r=2, target_modules="all-linear")),
+    lambda model: [m.lora_dropout.default.register_forward_hook(lambda m, x, y: 2 * y) for m in adapters(model)],
+    lambda model: [m.lora_dropout.update({"default": nn.Hardtanh(-0.1, 0.1)}) for m in adapters(model)],
+    lambda model: model.eval(),
+], ids=["disabled", "merged", "another added", "hooked", "no dropout but another", "eval"])  # fmt: skip
 def test_adapters_in_every_state_compute_what_stock_does(change, device):
-    model = model_of("llama+lora", device)
-    patch(model, MemSaveConfig(backend="triton", dropout="stock"))
+    model = patched(model_of("llama+lora", device), MemSaveConfig(backend="triton", dropout="stock"))
     stock = model_of("llama+lora", device)
     for one in (model, stock):
         change(one)
@@ -232,8 +226,7 @@ def test_a_sum_made_again_from_the_last_has_the_bits_of_the_sum_that_was(device,
     for is_known in (True, False):
         if not is_known:
             monkeypatch.setattr(dropout_norm, "_before", lambda tape, y, dtype: None)
-        model = Sublayers(p).to(device)
-        patch(model, TRITON)
+        model = patched(Sublayers(p).to(device), TRITON)
         for _ in range(3):
             summed.clear()
             got = of_sublayers(model, device, dtype)
@@ -263,8 +256,7 @@ def transposed(y):
 )
 def test_a_residual_that_is_not_the_last_norms_output_is_added_itself(device, between, summed):
     model = Sublayers(0.0, between).to(device)
-    ours = copy.deepcopy(model)
-    patch(ours, TRITON)
+    ours = patched_copy(model, TRITON)
     for _ in range(3):
         for mine, theirs in zip(of_sublayers(ours, device), of_sublayers(model, device), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02 * float(theirs.abs().amax()))
@@ -277,8 +269,7 @@ def test_the_other_part_of_a_norm_that_is_half_frozen_gets_its_gradient(device, 
     model, found = Sublayers().to(device), []
     for norm in (model.first.LayerNorm, model.second.LayerNorm):
         getattr(norm, name).requires_grad_(False)
-    ours = copy.deepcopy(model)
-    patch(ours, TRITON)
+    ours = patched_copy(model, TRITON)
     for one in (ours, model):
         one(random(3, 8, 16, device=device)).cos().sum().backward()
         found.append({name: p.grad for name, p in one.named_parameters() if p.requires_grad})

@@ -13,20 +13,8 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
 from hf_memsave.ops.fused import joint
+from support import fused_linear as fused
 from support import steps
-from support.fused_linear import (
-    Attention,
-    assert_near,
-    assert_same_step,
-    bert,
-    far,
-    graph,
-    learned,
-    net,
-    nodes,
-    patched,
-    step,
-)
 from support.helpers import assert_same_bits, random
 from support.kernels import interpreted, rounding  # noqa: F401
 
@@ -41,18 +29,18 @@ def x(device):
 @pytest.fixture
 def ours(device, x):
     """A patched model that has learned that three linears take one input."""
-    return learned(Attention().to(device), x, device)
+    return fused.learned(fused.Attention().to(device), x, device)
 
 
 def linears(y):
-    return [node for node in nodes(y.grad_fn) if "_Linear" in node.name()]
+    return [node for node in fused.nodes(y.grad_fn) if "_Linear" in node.name()]
 
 
 def test_three_linears_add_to_one_gradient_once_that_is_known_and_to_the_same_sum(device, x, added):
-    ours = patched(Attention().to(device))
-    apart = step(ours, x, device)
+    ours = fused.patched(fused.Attention().to(device))
+    apart = fused.step(ours, x, device)
     assert added == []
-    together = step(ours, x, device)
+    together = fused.step(ours, x, device)
     assert added == [True] * 3
     for place, (mine, theirs) in enumerate(zip(together, apart, strict=True)):
         if place == 1:  # the input's
@@ -62,9 +50,9 @@ def test_three_linears_add_to_one_gradient_once_that_is_known_and_to_the_same_su
 
 
 def test_a_linear_that_is_alone_has_no_joint(device, x, added):
-    ours = patched(net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)))
+    ours = fused.patched(fused.net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)))
     for _ in range(3):
-        step(ours, x, device)
+        fused.step(ours, x, device)
     assert added == []
 
 
@@ -85,7 +73,7 @@ def triple(*args):
 
 def with_hooks_of_nodes(model, into, y):
     (before,) = grad(y.cos().sum(), into, retain_graph=True)
-    for node in nodes(y.grad_fn):
+    for node in fused.nodes(y.grad_fn):
         if "_Linear" in node.name() or "Addmm" in node.name():
             node.register_hook(triple)
     (after,) = grad(y.cos().sum(), into)
@@ -116,24 +104,22 @@ ASKED = {
     "weights": (of(lambda model, into: list(model.parameters())), {False}),
     "both": (of(lambda model, into: [into, *model.parameters()]), {True}),
     "q": (of(lambda model, into: [model.q.weight]), {False}),
-    "k and x": (of(lambda model, into: [model.k.bias, into]), {True}),
-    "again and again": (again_and_again, {True}),
-    "with a hook, which sees the whole": (with_a_hook, {True}),
-    "with hooks of nodes": (with_hooks_of_nodes, {True}),
+    "k and x": (of(lambda model, into: [model.k.bias, into]), {True}), "again and again": (again_and_again, {True}),
+    "with a hook, which sees the whole": (with_a_hook, {True}), "with hooks of nodes": (with_hooks_of_nodes, {True}),
     "in batches": (in_batches, {False}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_gradients_are_stocks(device, x, name, added):
     ask, expected = ASKED[name]
-    model = Attention().to(device)
-    got, stock = (ask(m, *graph(m, x, device)) for m in (learned(model, x, device), model))
-    assert_near(got, stock)
+    model = fused.Attention().to(device)
+    got, stock = (ask(m, *fused.graph(m, x, device)) for m in (fused.learned(model, x, device), model))
+    fused.assert_near(got, stock)
     assert set(added) == expected
 
 
-class Parts(Attention):
+class Parts(fused.Attention):
     def forward(self, x):
         return torch.stack([self.q(x), self.k(x), self.v(x)])
 
@@ -141,14 +127,14 @@ class Parts(Attention):
 @pytest.mark.parametrize("part", [slice(0, 1), slice(2, 3), slice(0, 2), slice(0, 3)], ids=str)
 def test_a_part_of_the_graph(device, x, part):
     model = Parts().to(device)
-    graphs = [graph(m, x, device) for m in (learned(model, x, device), model)]
-    assert_near(*(grad(y[part].cos().sum(), into) for into, y in graphs))
+    graphs = [fused.graph(m, x, device) for m in (fused.learned(model, x, device), model)]
+    fused.assert_near(*(grad(y[part].cos().sum(), into) for into, y in graphs))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_residual_is_where_the_sum_begins(device, added, dropout):
-    model, batch = bert(device, dropout)
-    ours = patched(model)
+    model, batch = fused.bert(device, dropout)
+    ours = fused.patched(model)
 
     def gradients(m, low=torch.bfloat16):
         return list(steps.step(m, batch, low=low).values())[1:]
@@ -161,7 +147,8 @@ def test_a_residual_is_where_the_sum_begins(device, added, dropout):
         torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.01 * float(theirs.abs().amax()))
     if not dropout:
         exact = gradients(copy.deepcopy(model).double(), None)
-        ratios = [a / b for a, b in zip(far(together, exact), far(gradients(model), exact), strict=True) if b]
+        mine, stocks = (fused.far(found, exact) for found in (together, gradients(model)))
+        ratios = [a / b for a, b in zip(mine, stocks, strict=True) if b]
         assert sum(ratios) / len(ratios) < 1
 
 
@@ -180,24 +167,24 @@ class Early(nn.Module):
 
 def test_a_residual_adds_to_what_products_have_added_up(device, x, added):
     model = Early().to(device)
-    ours = patched(model)
+    ours = fused.patched(model)
     for _ in range(3):
-        assert_near(step(ours, x, device), step(model, x, device))
+        fused.assert_near(fused.step(ours, x, device), fused.step(model, x, device))
     assert added[-3:] == [True] * 3
 
 
 def test_hooks_of_a_module_change_what_it_gives(device, x):
-    model, found = Attention().to(device), []
-    for m in (learned(model, x, device), model):
+    model, found = fused.Attention().to(device), []
+    for m in (fused.learned(model, x, device), model):
         m.k.register_backward_hook(triple)
-        into, y = graph(m, x, device)
+        into, y = fused.graph(m, x, device)
         found.append(grad(y.cos().sum(), into))
-    assert_near(*found)
+    fused.assert_near(*found)
 
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_backward_that_fails_or_runs_within_another_leaves_nothing_behind(device, x, ours, fails):
-    into, y = graph(ours, x, device)
+    into, y = fused.graph(ours, x, device)
     exact = grad(y.cos().sum(), into, retain_graph=True)[0]
     found, again = [], y.cos().sum()
 
@@ -218,7 +205,7 @@ def test_a_backward_that_fails_or_runs_within_another_leaves_nothing_behind(devi
 
 @pytest.mark.parametrize("is_constant", [True, False])
 def test_second_derivatives_are_refused(device, x, ours, is_constant):
-    into, y = graph(ours, x, device)
+    into, y = fused.graph(ours, x, device)
     (dx,) = grad(y.sum() if is_constant else y.cos().sum(), into, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (y.sum() + dx.square().sum()).backward()
@@ -230,40 +217,38 @@ def run_without_gradients(module, x):
 
 
 BETWEEN = {
-    "write": lambda module, x: x.mul_(2),
-    "detach": lambda module, x: x.detach_(),
-    "data": lambda module, x: x.data.mul_(2),
-    "set data": lambda module, x: setattr(x, "data", x.data * 2),
+    "write": lambda module, x: x.mul_(2), "detach": lambda module, x: x.detach_(),
+    "data": lambda module, x: x.data.mul_(2), "set data": lambda module, x: setattr(x, "data", x.data * 2),
     "no grad": run_without_gradients,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_between_two_that_take_it(device, x, between):
-    model = Attention().to(device)
-    quiet = learned(model, x, device)  # it was learned where nothing came between
+    model = fused.Attention().to(device)
+    quiet = fused.learned(model, x, device)  # it was learned where nothing came between
     quiet.between = model.between = between
-    assert_same_step(model, x, device, times=4)
+    fused.assert_same_step(model, x, device, times=4)
     for _ in range(2):
-        assert_near(step(quiet, x, device), step(model, x, device))
+        fused.assert_near(fused.step(quiet, x, device), fused.step(model, x, device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="does not apply: it has streams of its own")
 @pytest.mark.parametrize("others", [[1], [0, 1], [0, 1, 2]], ids=str)
 def test_what_runs_on_another_stream_is_left_to_autograd(device, x, monkeypatch, added, others):
-    model, calls = Attention().to(device), []
-    into, y = graph(learned(model, x, device), x, device)
-    stock = step(model, x, device)
+    model, calls = fused.Attention().to(device), []
+    into, y = fused.graph(fused.learned(model, x, device), x, device)
+    stock = fused.step(model, x, device)
     monkeypatch.setattr(
         joint, "current_stream", lambda device: calls.append(device) or (len(calls) - 1 in others or None)
     )
     dx = grad(y.cos().sum(), into)[0]
     assert added == [i not in others for i in range(3)]
-    assert_near([dx * 1.5], stock[1:2])
+    fused.assert_near([dx * 1.5], stock[1:2])
 
 
 def test_nothing_is_held_by_a_graph_that_is_gone(device, x, ours):
-    into, y = graph(ours, x, device)
+    into, y = fused.graph(ours, x, device)
     held = weakref.ref(into.untyped_storage()), weakref.ref(y.grad_fn.next_functions[0][0])
     gc.collect()
     gc.disable()

@@ -11,13 +11,10 @@ from support.launches import APPROXIMATE, Launches, counted
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("setting", "layers", "most_launches", "most_bytes"),
-    [
-        ("Llama-3-8B, full", (1, 2), 0.5, 0.6), ("Llama-3-8B, LoRA p=.05", (1, 2), 0.5, 0.6),
-        ("BERT-Large, S512, bf16 autocast", (2, 4), 0.44, 0.69),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("setting", "layers", "most_launches", "most_bytes"), [
+    ("Llama-3-8B, full", (1, 2), 0.5, 0.6), ("Llama-3-8B, LoRA p=.05", (1, 2), 0.5, 0.6),
+    ("BERT-Large, S512, bf16 autocast", (2, 4), 0.44, 0.69),
+])  # fmt: skip
 def test_a_layer_takes_half_of_stocks_launches_and_less_of_its_bytes(setting, layers, most_launches, most_bytes):
     found = counted(setting, ["stock", "Triton"], layers=layers)
     print(setting, found)

@@ -16,22 +16,12 @@ from transformers.pytorch_utils import Conv1D
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.device import is_autocast
 from hf_memsave.ops.fused import activation, dropout_norm, linear
+from support import fused_linear as fused
 from support import steps
-from support.fused_linear import (
-    LOW,
-    TRITON,
-    Attention,
-    assert_near,
-    assert_same_step,
-    autocast,
-    bert,
-    far,
-    net,
-    patched,
-    step,
-)
+from support.fused_linear import Attention, assert_near, assert_same_step, patched, step
 from support.helpers import assert_same_bits, random
 from support.kernels import interpreted, rounding  # noqa: F401
+from support.steps import patched_copy
 
 pytestmark = interpreted
 
@@ -41,28 +31,29 @@ def same_bits(ours, stock):
         assert_same_bits(mine, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, fused.LOW], ids=str)
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(48, 40), lambda: nn.Linear(48, 40, bias=False), lambda: Conv1D(40, 48)],
     ids=["linear", "no bias", "addmm"],
 )  # fmt: skip
 def test_gradients_are_nearer_to_float64_than_stocks(device, make, dtype):
-    model, ratios = net(device, make()), []
+    model, ratios = fused.net(device, make()), []
     for seed in range(8):
         x, dy = random(3, 50, 48, device=device, seed=seed).to(dtype), random(3, 50, 40, device=device, seed=seed + 99)
 
         def found(model, x=x, dy=dy):
             x = x.detach().clone().requires_grad_()
-            with autocast(device):
+            with fused.autocast(device):
                 y = model(x)
             return torch.autograd.grad(y, [x, *model.parameters()], dy.to(y.dtype))
 
         wide = copy.deepcopy(model).double()
         for p in wide.parameters():
-            p.data = p.to(LOW).double()
-        into = x.to(LOW).double().requires_grad_()
-        exact = torch.autograd.grad(wide(into), [into, *wide.parameters()], dy.to(LOW).double())
-        ratios.append([a / b for a, b in zip(far(found(patched(model)), exact), far(found(model), exact), strict=True)])
+            p.data = p.to(fused.LOW).double()
+        into = x.to(fused.LOW).double().requires_grad_()
+        exact = torch.autograd.grad(wide(into), [into, *wide.parameters()], dy.to(fused.LOW).double())
+        mine, stocks = (fused.far(found(one), exact) for one in (patched(model), model))
+        ratios.append([a / b for a, b in zip(mine, stocks, strict=True)])
     dx, dw, *db = torch.tensor(ratios).mean(0).tolist()
     assert dw < 0.01, "nothing is rounded to 16 bits"
     assert dx < 0.01 if dtype == torch.float32 else dx <= 1.001
@@ -94,7 +85,7 @@ class Bare(nn.Module):
 
 
 def off_inside(self, x):
-    with autocast(x.device, enabled=False):
+    with fused.autocast(x.device, enabled=False):
         q = self.a(x)
     return self.c(q * self.b(x).float())
 
@@ -165,12 +156,12 @@ def test_a_step_is_stocks(device, name):
 def test_an_activation_sums_the_gradient_of_the_bias_before_it_unless_that_changes(device, change, monkeypatch):
     given, give = [], activation.give_sum
     monkeypatch.setattr(activation, "give_sum", lambda dx, db: given.append(db) or give(dx, db))
-    model, batch = bert(device)
-    patch(model, TRITON)
+    model, batch = fused.bert(device)
+    patch(model, fused.TRITON)
     found, dense = [], model.bert.encoder.layer[1].intermediate.dense
     hooks = [*filter(None, [change]), lambda dy: found.append(dy.clone())]
     dense.register_forward_hook(lambda module, args, y: [y.register_hook(hook) for hook in hooks] and None)
-    with autocast(device):
+    with fused.autocast(device):
         model(**batch).loss.backward()
     assert len(given) == 2
     assert torch.equal(dense.bias.grad, given[0] if change is None else found[0].sum((0, 1), dtype=torch.float32))
@@ -182,7 +173,7 @@ def test_the_conversions_of_a_block_are_made_at_once_and_undone_it_is_stock(devi
     given, cast = [], linear._cast
     monkeypatch.setattr(linear, "_cast", lambda tape, x, dtype: given.append(x.shape) or cast(tape, x, dtype))
     model, x = Attention(make=make).to(device), random(5, 24, device=device)
-    with torch.no_grad(), autocast(device):
+    with torch.no_grad(), fused.autocast(device):
         assert_same_bits(patched(model)(x), model(x))
     assert not made, "nothing without gradients"
     ours = assert_same_step(model, x, device)
@@ -198,10 +189,10 @@ def test_frozen_parts_and_inputs_without_gradients_or_of_inference_mode(device):
     frozen.k.bias.requires_grad_(False)
     with torch.inference_mode():
         x = random(5, 24, device=device)
-    for model, given in ((frozen, x.clone()), (net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)), x)):
+    for model, given in ((frozen, x.clone()), (fused.net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)), x)):
         found = []
         for m in (patched(model), model):
-            with autocast(device):
+            with fused.autocast(device):
                 m(given).float().cos().sum().backward()
             found.append([p.grad for p in m.parameters()])
         assert_near(*found)
@@ -209,11 +200,10 @@ def test_frozen_parts_and_inputs_without_gradients_or_of_inference_mode(device):
 
 def kept(model, x, config, times=1):
     """By a step after some."""
-    ours = copy.deepcopy(model)
-    patch(ours, config)
+    ours = patched_copy(model, config)
 
     def forward(x):
-        with autocast(x.device):
+        with fused.autocast(x.device):
             return ours(x).float().square().sum()
 
     for _ in range(times):
@@ -234,18 +224,18 @@ class Thin(nn.Module):
 
 
 def test_it_keeps_what_the_torch_backend_keeps_and_no_more(device):
-    model = net(device, nn.LayerNorm(24), Attention(), nn.Tanh(), Attention())
-    thin = net(device, nn.LayerNorm(128), Thin())
+    model = fused.net(device, nn.LayerNorm(24), Attention(), nn.Tanh(), Attention())
+    thin = fused.net(device, nn.LayerNorm(128), Thin())
     for one, x in ((model, random(64, 24, device=device)), (thin, random(64, 128, device=device))):
-        assert kept(one, x, TRITON, times=3) <= kept(one, x, MemSaveConfig(), times=3)
+        assert kept(one, x, fused.TRITON, times=3) <= kept(one, x, MemSaveConfig(), times=3)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_a_norm_gives_the_next_linears_its_output_in_16_bits(device, p, monkeypatch):
-    model, batch = bert(device, p)
+    model, batch = fused.bert(device, p)
 
     def gradients(model):
-        return list(steps.step(model, batch, low=LOW).values())[1:]
+        return list(steps.step(model, batch, low=fused.LOW).values())[1:]
 
     ours = patched(model)
     monkeypatch.setattr(dropout_norm, "widens", lambda x, _: is_autocast(x))  # CPU's autocast leaves norms in 16 bits
@@ -275,10 +265,10 @@ def test_modes_and_subclasses_of_others_see_the_call(device):
         pass
 
     model, x = patched(Attention().to(device)), random(5, 24, device=device)
-    with Counting() as mode, autocast(device):
+    with Counting() as mode, fused.autocast(device):
         model(x)
     assert mode.calls == 4
-    with autocast(device):
+    with fused.autocast(device):
         assert type(model(x.as_subclass(Meta))) is Meta
 
 
@@ -296,12 +286,12 @@ class Block(GradientCheckpointingLayer):
 
 @pytest.mark.parametrize("make", [nn.Linear, Conv1D])
 def test_linears_below_the_floor_run_again(device, make):
-    model, x = net(device, Block(make), Block(make)), random(64, 24, device=device)
+    model, x = fused.net(device, Block(make), Block(make)), random(64, 24, device=device)
     floor, again, config = patched(model), copy.deepcopy(model), MemSaveConfig(backend="triton", checkpoint="up")
     patch(again, config)
     for _ in range(3):
         same_bits(step(again, x, device), step(floor, x, device))
-    assert kept(model, x, config) < 0.5 * kept(model, x, TRITON)
+    assert kept(model, x, config) < 0.5 * kept(model, x, fused.TRITON)
 
 
 # What is written to, fails or goes away between conversions that are shared or made ahead
@@ -347,7 +337,7 @@ class Flat(Attention):
 )
 def test_what_is_written_to_is_converted_again(device, make):
     x, found = random(5, 24, device=device), []
-    for config in (None, TRITON):
+    for config in (None, fused.TRITON):
         torch.manual_seed(0)
         with torch.device(device):
             model = make()
@@ -362,11 +352,11 @@ def branching(self, x):
     return self.c((self.a if self.number % 3 else self.b)(x).tanh())
 
 
-def branching_later(self, x):
-    return branching(self, self.d(x).tanh())
-
-
-@pytest.mark.parametrize(("function", "most"), [(branching, 4), (branching_later, 6)])
+@pytest.mark.parametrize(
+    ("function", "most"),
+    [(branching, 4), (lambda self, x: branching(self, self.d(x).tanh()), 6)],
+    ids=["first", "later"],
+)
 def test_what_runs_may_change_from_step_to_step(device, made, function, most):
     stock, x = Calls(function).to(device), random(5, 24, device=device)
     ours = patched(stock)
@@ -381,7 +371,7 @@ def test_all_forwards_before_all_backwards_and_backward_twice_and_under_autocast
     model, x = Attention().to(device), random(5, 24, device=device)
     expected = [g.clone() for g in step(patched(model), x, device)[2:]]
     ours = patched(model)
-    with autocast(device):
+    with fused.autocast(device):
         losses = [ours(x * 1.5).float().cos().sum() for _ in range(2)]
         losses[1].backward(retain_graph=True)
     same_bits([p.grad for p in ours.parameters()], expected)
@@ -402,7 +392,7 @@ def test_an_optimizer_steps_within_backward(device):
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(apply)
         for seed in range(5):
-            with autocast(device):
+            with fused.autocast(device):
                 y = model(random(5, 24, device=device, seed=seed))
             y.float().cos().sum().backward()
         return list(model.parameters())
@@ -424,7 +414,7 @@ def test_models_that_are_gone_are_forgotten(device):
 
 
 def test_a_backward_that_fails_leaves_nothing(device):
-    model = patched(net(device, *(nn.Linear(64, 64) for _ in range(4))))
+    model = patched(fused.net(device, *(nn.Linear(64, 64) for _ in range(4))))
     x = random(4, 64, device=device)
     for _ in range(2):
         step(model, x, device)
@@ -435,7 +425,7 @@ def test_a_backward_that_fails_leaves_nothing(device):
             raise AssertionError("it did not fail")
     hook.remove()
     assert len(linear._running) <= 1
-    step(patched(net(device, nn.Linear(64, 64))), x, device)
+    step(patched(fused.net(device, nn.Linear(64, 64))), x, device)
     assert not linear._running
 
 
@@ -444,7 +434,7 @@ def test_a_weight_that_is_given_other_bytes_is_the_old_one_in_backward(device):
     ours, found = patched(stock), []
     for model in (ours, stock):
         leaf = x.clone().requires_grad_()
-        with autocast(device):
+        with fused.autocast(device):
             y = model(leaf * 1.5)
         for p in model.parameters():
             p.data = p.data * 2
@@ -453,10 +443,10 @@ def test_a_weight_that_is_given_other_bytes_is_the_old_one_in_backward(device):
 
 
 def test_a_weight_may_change_before_a_backward_that_does_not_need_it(device):
-    stock, x = net(device, nn.Linear(24, 24)), random(5, 24, device=device)
+    stock, x = fused.net(device, nn.Linear(24, 24)), random(5, 24, device=device)
     ours = patched(stock)
     for model in (stock, ours):
-        with autocast(device):
+        with fused.autocast(device):
             y = model(x)
         with torch.no_grad():
             model[0].weight.mul_(2)

@@ -51,13 +51,10 @@ def turned(function, tensors, dim):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("layout", "dtypes"),
-    [
-        *((layout, "bfloat16 float32") for layout in LAYOUTS),
-        *(("heads first", f"{dtype} {dtype}") for dtype in ("float32", "bfloat16", "float16")),
-    ],
-)
+@pytest.mark.parametrize(("layout", "dtypes"), [
+    *((layout, "bfloat16 float32") for layout in LAYOUTS),
+    *(("heads first", f"{dtype} {dtype}") for dtype in ("float32", "bfloat16", "float16")),
+])  # fmt: skip
 def test_rotary_turns_as_stock(layout, dtypes, device):
     """How near it is to float64, the vendored kernels' own tests say."""
     dtype, of_tables = (getattr(torch, name) for name in dtypes.split())
@@ -70,17 +67,11 @@ def test_rotary_turns_as_stock(layout, dtypes, device):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda q, k, cos, sin: (q, k, cos.requires_grad_(), sin),
-        lambda q, k, cos, sin: (q, k, cos[..., :1], sin[..., :1]),
-        lambda q, k, cos, sin: (q, k[0], cos[:1], sin[:1]),
-        lambda q, k, cos, sin: (q, k, cos[:, :1], sin[:, :1]),
-        lambda q, k, cos, sin: (q.double(), k, cos, sin),
-    ],
-    ids=["a table learns", "one for a head", "three dimensions", "one for all tokens", "float64"],
-)
+@pytest.mark.parametrize("change", [
+    lambda q, k, cos, sin: (q, k, cos.requires_grad_(), sin),
+    lambda q, k, cos, sin: (q, k, cos[..., :1], sin[..., :1]), lambda q, k, cos, sin: (q, k[0], cos[:1], sin[:1]),
+    lambda q, k, cos, sin: (q, k, cos[:, :1], sin[:, :1]), lambda q, k, cos, sin: (q.double(), k, cos, sin),
+], ids=["a table learns", "one for a head", "three dimensions", "one for all tokens", "float64"])  # fmt: skip
 def test_what_only_broadcasting_can_do_is_left_to_stock(change, device):
     tensors, dim = inputs(device, torch.float32)
     tensors = change(*tensors)

@@ -54,13 +54,10 @@ def test_chunks_are_as_near_to_float64_as_stock(make, monkeypatch):
 
 #: Measured: 1.0000001, .966; with adapters 1.0000, .988 (1.058 where chunks share autocast's cast of what goes in).
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("make", "mode", "bound"),
-    [
-        (partial(lm, "llama"), "bf16", 1.001), (partial(lm, "llama"), "autocast", 1.0),
-        (with_lora, "bf16", 1.001), (with_lora, "autocast", 1.01),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "mode", "bound"), [
+    (partial(lm, "llama"), "bf16", 1.001), (partial(lm, "llama"), "autocast", 1.0),
+    (with_lora, "bf16", 1.001), (with_lora, "autocast", 1.01),
+])  # fmt: skip
 def test_in_low_precision_too(make, mode, bound, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2 * SMALL if make is with_lora else SMALL)
     dtype, is_autocast = MODES[mode]
@@ -154,8 +151,7 @@ def test_a_label_that_is_no_word_is_refused_as_in_stock(small_chunks):
 
 @pytest.mark.parametrize("make", [masked_lm, lambda: lm("t5-decoder")], ids=["bert", "t5"])
 def test_under_autocast_a_loss_of_logits_in_16_bits_is_in_fp32_as_stocks(make, device, small_chunks):
-    model, batch = make().to(device), batch_for(make().to(device), LONG)
-    losses = []
+    model, batch, losses = make().to(device), batch_for(make().to(device), LONG), []
     for is_patched in (False, True):
         if is_patched:
             patch(model)
@@ -171,13 +167,10 @@ def test_under_autocast_a_loss_of_logits_in_16_bits_is_in_fp32_as_stocks(make, d
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("make", "head", "options"),
-    [
-        (lambda: lm("llama"), "lm_head", {"num_items_in_batch": 7}), (masked_lm, "decoder", {}),
-        (lambda: lm("llama"), "lm_head", {"num_items_in_batch": 7.0}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "head", "options"), [
+    (lambda: lm("llama"), "lm_head", {"num_items_in_batch": 7}), (masked_lm, "decoder", {}),
+    (lambda: lm("llama"), "lm_head", {"num_items_in_batch": 7.0}),
+])  # fmt: skip
 def test_on_a_gpu_the_loss_is_in_fp32_too_and_the_host_waits_for_nothing(make, head, options, small_chunks):
     """On the stand-in, where a plain head's weight is of another class, logits are chunked with adapters."""
     lora = LoraConfig(r=4, target_modules=[head])
@@ -253,8 +246,7 @@ def head_and_loss(words, h, tokens, trains_head=True, trains_below=True):
     """In bf16: what computes the loss of a head alone, and where it puts it."""
     w = torch.randn(words, h, dtype=torch.bfloat16, requires_grad=trains_head)
     target = torch.randint(0, words, (tokens,))
-    x = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=trains_below)
-    held = []
+    x, held = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=trains_below), []
     return lambda: held.append(F.cross_entropy(unread(x, w), target)) or held, held
 
 

@@ -1,7 +1,7 @@
 """Random programs over logits: stock's numbers, or our error; never others in silence."""
 
 import random
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_memsave import KeptTensorChangedError, PatchError
 from hf_memsave.ops.loss import chunked_loss
 from support.accuracy import unread
+from support.threads import in_threads
 
 BATCH, TOKENS, WIDTH, WORDS = 2, 5, 3, 11
 
@@ -45,16 +46,8 @@ class Program:
         f = self.random.choice(
             [lambda: x / 0.7, lambda: x * 1.3, lambda: x.float(), lambda: x.double(), lambda: x.tanh(), lambda: -x]
             + [lambda: F.log_softmax(x, dim=-1), lambda: x.softmax(-1), lambda: x + 0.5, lambda: x.clamp(-1, 1)]
-            + [
-                lambda: x[:, :-1],
-                lambda: x[1:],
-                lambda: x[:, 1:],
-                lambda: x[1],
-                lambda: x.reshape(-1, x.shape[-1]),
-                lambda: x[0],
-                lambda: x[..., 1:],
-                lambda: x[..., :4],
-            ]
+            + [lambda: x[:, :-1], lambda: x[1:], lambda: x[:, 1:], lambda: x[1], lambda: x.reshape(-1, x.shape[-1])]
+            + [lambda: x[0], lambda: x[..., 1:], lambda: x[..., :4]]
             + [lambda: x.transpose(0, -2), lambda: x.transpose(-1, -2).transpose(-1, -2), lambda: x.unsqueeze(0)]
             + [lambda: x.masked_fill(torch.arange(x.shape[-1]) < 2, -3.0), lambda: x.detach(), lambda: x.squeeze()]
             + [lambda: x.masked_fill(self.of_each(x)[..., None] < 0, 0.5), lambda: x * self.of_each(x)[..., None]]
@@ -85,16 +78,10 @@ class Program:
             [lambda: x.log_softmax(-1).gather(-1, ids[..., None]), lambda: x.logsumexp(-1), lambda: x.sum(-1)]
             + [lambda: F.cross_entropy(x.reshape(-1, WORDS), ignored.reshape(-1), reduction=how)]
             + [lambda: F.cross_entropy(x.movedim(-1, 1), ignored, reduction=how), lambda: x.amax(-1), lambda: x.mean()]
-            + [
-                lambda: F.nll_loss(x.reshape(-1, WORDS).log_softmax(-1), ids.reshape(-1), reduction=how),
-                lambda: x.std(),
-            ]
-            + [lambda: -(x.log_softmax(-1) * x.softmax(-1)).sum(-1), lambda: x[..., 3], lambda: x.square().sum(-1)]
-            + [
-                lambda: torch.gather(x, -1, x.argmax(-1, keepdim=True)),
-                lambda: x @ x.new_ones(WORDS),
-                lambda: x[..., 2:5],
-            ]
+            + [lambda: F.nll_loss(x.reshape(-1, WORDS).log_softmax(-1), ids.reshape(-1), reduction=how)]
+            + [lambda: x.std(), lambda: -(x.log_softmax(-1) * x.softmax(-1)).sum(-1), lambda: x[..., 3]]
+            + [lambda: x.square().sum(-1), lambda: torch.gather(x, -1, x.argmax(-1, keepdim=True))]
+            + [lambda: x @ x.new_ones(WORDS), lambda: x[..., 2:5]]
         )
         self.numbers.append(f())
 
@@ -105,12 +92,8 @@ class Program:
         f = self.random.choice(
             [lambda: x.div_(0.7), lambda: x.mul_(self.of_each(x)[..., None]), lambda: x.add_(1), lambda: x.tanh_()]
             + [lambda: x.masked_fill_(torch.arange(x.shape[-1]) < 2, -3.0), lambda: x.__setitem__((..., 3), -1.0)]
-            + [
-                lambda: x[0].mul_(2),
-                lambda: x[:, 1:].neg_(),
-                lambda: x.view(-1, x.shape[-1]).mul_(1.5),
-                lambda: x.zero_(),
-            ]
+            + [lambda: x[0].mul_(2), lambda: x[:, 1:].neg_(), lambda: x.view(-1, x.shape[-1]).mul_(1.5)]
+            + [lambda: x.zero_()]
         )
         try:
             f()
@@ -152,11 +135,7 @@ class Program:
         def work(i):
             found[i] = torch.autograd.grad(losses[i], self.leaves, retain_graph=True, allow_unused=True)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(losses))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(work, i) for i in range(len(losses))))
         return [dy for i in sorted(found) for dy in found[i] if dy is not None]
 
 

@@ -44,14 +44,11 @@ def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(
     assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
 
 
-@pytest.mark.parametrize(
-    ("rows", "kept", "products"),
-    [
-        (24, [(24, 256), (8, 32), (8, 32), (8, 32)], 0),  # dy takes fewer bytes than the gradient
-        (48, [(256, 32)], 0),  # and than the sum
-        (256, [(256, 32)], 16),  # 16 rows of dy take a quarter of it
-    ],
-)
+@pytest.mark.parametrize(("rows", "kept", "products"), [
+    (24, [(24, 256), (8, 32), (8, 32), (8, 32)], 0),  # dy takes fewer bytes than the gradient
+    (48, [(256, 32)], 0),  # and than the sum
+    (256, [(256, 32)], 16),  # 16 rows of dy take a quarter of it
+])  # fmt: skip
 def test_what_takes_fewest_bytes_is_kept_and_products_wait_for_each_other(rows, kept, products, monkeypatch):
     added, stock = [], sums._add_product
     monkeypatch.setattr(sums, "_add_product", lambda total, dy, *x: added.append(len(dy)) or stock(total, dy, *x))

@@ -1,14 +1,13 @@
 """``token_log_probs`` in loops of DPO and GRPO: the numbers, gradients and errors of stock's expression."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
-from hf_memsave import MeasureError, patch, token_log_probs
+from hf_memsave import MeasureError, token_log_probs
 from support.accuracy import adapted, lm
+from support.steps import patched_copy
 from support.zoo import Size, batch_for
 
 T5 = dict(vocab_size=64, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
@@ -45,8 +44,7 @@ def grpo(model, batch, labels, log_probs):
 @pytest.mark.parametrize("loop", [dpo, grpo])
 def test_a_loop_of_ones_own_is_stocks(loop, small_chunks):
     stock = adapted(targets=("q_proj", "v_proj"))
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours = patched_copy(stock)
     labels = batch_for(stock, Size())["labels"]
     labels[0, :5] = -100
     batch = {"input_ids": batch_for(stock, Size())["input_ids"]}

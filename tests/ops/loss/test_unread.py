@@ -16,6 +16,7 @@ from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import HeadCall
 from hf_memsave.ops.loss.unread import Unread
 from support.accuracy import SMALL, adapted, error, lm, softcapped
+from support.steps import patched, patched_copy
 from support.zoo import Size, batch_for, build
 
 WORDS = 512
@@ -65,7 +66,6 @@ NUMBERS = {
 
 @pytest.fixture
 def rows(monkeypatch):
-    """How many rows of logits each chunk had."""
     counted, stock = [], HeadCall.logits
     monkeypatch.setattr(HeadCall, "logits", lambda self, x, **chunk: counted.append(len(x)) or stock(self, x, **chunk))
     return counted
@@ -95,8 +95,7 @@ CASES = {"llama": (lambda: lm("llama"), NUMBERS), "softcap": (softcapped, ["both
 @pytest.mark.parametrize(("make", "names"), CASES.values(), ids=CASES)
 def test_what_is_asked_of_each_row_is_stocks(make, names, small_chunks, rows):
     stock = make()
-    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    patch(ours)
+    ours, exact = patched_copy(stock), copy.deepcopy(stock).double()
     for name in names:
         ask, times = NUMBERS[name]
         _, expected, of_stock = run(stock, ask)
@@ -112,8 +111,7 @@ def test_what_is_asked_of_each_row_is_stocks(make, names, small_chunks, rows):
 @pytest.mark.parametrize("mode", ["bf16", "autocast"])
 def test_in_low_precision_too(mode, small_chunks):
     stock = lm("llama", torch.bfloat16 if mode == "bf16" else torch.float32)
-    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    patch(ours)
+    ours, exact = patched_copy(stock), copy.deepcopy(stock).double()
     for name in ("log_softmax, gather", "gather, logsumexp", "both", "cross-entropy by token", "TRL's"):
         ask = NUMBERS[name][0]
         _, expected, of_stock = run(stock, ask, mode)
@@ -155,8 +153,7 @@ def test_a_steps_peak_is_a_fraction_of_stocks(ask, part, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", chunked_loss.CHUNK // 16)
     size = Size(hidden=16, heads=2, layers=1)
     stock = build("llama", size, intermediate_size=32, num_key_value_heads=2, vocab_size=4_000)
-    ours, ids, peaks = copy.deepcopy(stock), torch.randint(0, 4_000, (2, 512)), []
-    patch(ours)
+    ours, ids, peaks = patched_copy(stock), torch.randint(0, 4_000, (2, 512)), []
     for model in (stock, ours):
         dpo(model, ids[:, :4], ask)
         model.zero_grad()
@@ -166,8 +163,7 @@ def test_a_steps_peak_is_a_fraction_of_stocks(ask, part, monkeypatch):
 
 @pytest.fixture
 def ours(small_chunks):
-    model = lm("llama")
-    patch(model)
+    model = patched(lm("llama"))
     return model
 
 
@@ -220,15 +216,12 @@ def fused_step(model):
     torch.optim.AdamW(model.parameters(), 0.1, fused=True).step()
 
 
-def write(model):
-    model.lm_head.weight.data[3, 4] += 1
-
-
-def permute(model):
-    model.lm_head.weight.data.copy_(model.lm_head.weight.flip(0))
-
-
-@pytest.mark.parametrize("change", [fused_step, write, permute])
+@pytest.mark.parametrize(
+    "change",
+    [fused_step, lambda model: model.lm_head.weight.data[3, 4].add_(1),
+     lambda model: model.lm_head.weight.data.copy_(model.lm_head.weight.flip(0))],
+    ids=["fused step", "write", "permute"],
+)  # fmt: skip
 def test_logits_read_after_weights_were_written_to_are_refused(change, ours):
     logits, ids = asked(ours)
     number, read = of_chosen(logits, ids), asked(ours)[0].clone()
@@ -270,14 +263,6 @@ def to_another_part(x, ids, other):
     x[1:].backward(dy[1:])
 
 
-def with_a_backward_of_all(x, ids, other):
-    (loss_of(x, torch.full_like(ids, -100)) + x.logsumexp(-1).square().mean()).backward()
-
-
-def of_words_alone(x, ids, other):
-    ((x.log_softmax(-1) + 1).sum((0, 1)) * torch.arange(WORDS)).sum().backward()
-
-
 def of_no_rows(x, ids, other):
     none = x[:, :0]
     found = none.logsumexp(-1), none.exp(), F.cross_entropy(none.transpose(1, 2), ids[:, :0], reduction="none")
@@ -306,15 +291,18 @@ def in_transforms(x, ids, other):
     return [chosen, torch.func.grad(lambda x: loss_of(x, ids))(x.detach())]
 
 
-def compiled(x, ids, other):
-    return [torch.compile(lambda x: x.logsumexp(-1), backend="eager")(x.detach())]
+USES = {
+    "given": given, "to_another_part": to_another_part, "of no rows": of_no_rows, "of other dtypes": of_other_dtypes,
+    "with a backward of all": lambda x, ids, other: (
+        loss_of(x, torch.full_like(ids, -100)) + x.logsumexp(-1).square().mean()).backward(),
+    "of words alone": lambda x, ids, other: (
+        (x.log_softmax(-1) + 1).sum((0, 1)) * torch.arange(WORDS)).sum().backward(),
+    "in long chains": in_long_chains, "in inference mode": in_inference_mode, "in transforms": in_transforms,
+    "compiled": lambda x, ids, other: [torch.compile(lambda x: x.logsumexp(-1), backend="eager")(x.detach())],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "use",
-    [given, to_another_part, with_a_backward_of_all, of_words_alone, of_no_rows, of_other_dtypes, in_long_chains]
-    + [in_inference_mode, in_transforms, compiled],
-)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_what_else_is_done_with_them_is_as_in_stock(use, ours):
     found = []
     for model in (lm("llama"), ours):
@@ -344,10 +332,7 @@ def test_what_would_change_their_memory_is_refused(change, ours):
 
 def test_several_gradients_at_once(small_chunks):
     found = []
-    for is_patched in (False, True):
-        model = lm("llama")
-        if is_patched:
-            patch(model)
+    for model in (lm("llama"), patched_copy(lm("llama"))):
         logp = of_chosen(*asked(model)).mean(-1)
         wanted = [model.lm_head.weight, model.model.norm.weight]
         found.append(torch.autograd.grad(logp, wanted, torch.eye(2), is_grads_batched=True))
@@ -396,8 +381,7 @@ def test_few_tokens_of_a_large_head_are_not_worth_its_sums(tokens, kind, monkeyp
     monkeypatch.setattr(chunked_loss, "CHUNK", 8192)
     size = Size(hidden=256, seq=tokens, batch=1)
     for dtype in (torch.float32, torch.bfloat16):
-        model = build("llama", size, dtype, dropout=0.0)
-        patch(model)
+        model = patched(build("llama", size, dtype, dropout=0.0))
         assert type(model(**batch_for(model, size)).logits) is (Unread if dtype.itemsize == 2 else kind)
         model = build("llama", size, dtype, dropout=0.0)
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).train()

@@ -85,9 +85,6 @@ def test_the_ends_of_the_uniform_numbers_give_rows_and_finite_scales(device, nor
         assert not draw.scale[p[draw.index] == 0].any()
 
 
-# The probabilities.
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_probabilities_sum_to_one_and_mix_the_prediction_with_the_norms(device, dtype):
     for norms in NORMS.values():
@@ -139,9 +136,6 @@ def test_no_row_is_scaled_up_beyond_the_bound(device, name, norms, k):
         index, scale = ESTIMATORS[name](probabilities(norms, predicted), k, u)
         scaled = (scale * norms[index])[scale > 1]
         assert (scaled <= 10 * norms.sum() / k * (1 + 1e-6)).all()
-
-
-# The variance.
 
 
 def pairs(seed):

@@ -19,11 +19,9 @@ from support.pairs import pairwise
 BATCH, SEQ, IN, OUT = 4, 8, 6, 5
 LAYER = "layers.0.q"
 CACHES = {
-    "position": WTACRS(minimum=1),
-    "sample_idx": WTACRS(minimum=1, cache="sample_idx", samples=16),
-    "content": WTACRS(minimum=1, cache="content", samples=64),
-    "none": WTACRS(minimum=1, cache=None),
-}
+    "position": WTACRS(minimum=1), "sample_idx": WTACRS(minimum=1, cache="sample_idx", samples=16),
+    "content": WTACRS(minimum=1, cache="content", samples=64), "none": WTACRS(minimum=1, cache=None),
+}  # fmt: skip
 
 
 def right_padded(device, lengths=(8, 5, 3, 6)):
@@ -181,9 +179,6 @@ def test_a_resumed_run_draws_the_same_bits_and_shares_nothing(device, cache):
     assert not other.cache.layers
 
 
-# What it learns.
-
-
 @pytest.mark.parametrize("end", ["first", "last"])
 def test_the_profile_finds_a_hot_token_whatever_the_lengths(device, end):
     def hot(tokens):
@@ -201,8 +196,7 @@ def test_the_profile_finds_a_hot_token_whatever_the_lengths(device, end):
 
 
 def test_the_profile_is_a_running_mean(device):
-    cache, tokens = NormCache("position", 0), right_padded(device, (SEQ,) * BATCH)
-    found = []
+    cache, tokens, found = NormCache("position", 0), right_padded(device, (SEQ,) * BATCH), []
     for seed in range(2):
         squared = gradients(device, tokens, seed)
         found.append((squared / squared.mean()).mean(0))
@@ -298,18 +292,15 @@ def test_a_samples_slot_is_that_of_its_content_whatever_the_padding():
     assert not (sampler._samples(swapped) == slots).any()
 
 
-@pytest.mark.parametrize(
-    ("cache", "given", "message"),
-    [
-        ("content", torch.zeros(2, 3, 4), r"'content'\) expected input_ids .* got NoneType. Use cache='position'"),
-        *(
-            ("sample_idx", given, r"column 'sample_idx', a whole number a sample, got .*dataset.add_column")
-            for given in (None, 3, torch.zeros(2, 2).long(), torch.zeros(2))
-        ),
-        ("sample_idx", torch.tensor([0, 16]), "numbers from 0 to 15, got 0 to 16. Set WTACRS"),
-        ("sample_idx", torch.tensor([-1, 3]), "numbers from 0 to 15, got -1 to 3. Set WTACRS"),
-    ],
-)
+@pytest.mark.parametrize(("cache", "given", "message"), [
+    ("content", torch.zeros(2, 3, 4), r"'content'\) expected input_ids .* got NoneType. Use cache='position'"),
+    *(
+        ("sample_idx", given, r"column 'sample_idx', a whole number a sample, got .*dataset.add_column")
+        for given in (None, 3, torch.zeros(2, 2).long(), torch.zeros(2))
+    ),
+    ("sample_idx", torch.tensor([0, 16]), "numbers from 0 to 15, got 0 to 16. Set WTACRS"),
+    ("sample_idx", torch.tensor([-1, 3]), "numbers from 0 to 15, got -1 to 3. Set WTACRS"),
+])  # fmt: skip
 def test_what_tells_no_samples_apart_is_refused(cache, given, message):
     with pytest.raises(ConfigError, match=message):
         Sampler(WTACRS(cache=cache, samples=16))._samples({"sample_idx": given, "inputs_embeds": given})

@@ -77,8 +77,7 @@ def test_where_no_host_waits_the_tokens_of_this_batch_are_counted():
 
 
 def test_a_draw_has_the_size_that_the_largest_share_of_earlier_forwards_gives(sent):
-    sampler = Sampler(WTACRS())
-    found = []
+    sampler, found = Sampler(WTACRS()), []
     for own, decoder in (((2, 8), (1,)), ((10, 6), (2,)), ((5, 5, 5, 5), (5,)), ((1, 1), (1,))):
         batch = sampler._begin({"attention_mask": masks(*own), "decoder_attention_mask": masks(*decoder, seq=5)})
         found.append((batch.own.real, batch.decoder.real))

@@ -14,6 +14,7 @@ from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.helpers import assert_same_bits, autocasting, nbytes, random
 from support.pairs import pairwise
+from support.steps import patched_copy
 
 IN, OUT = 6, 5
 LAYERS = {
@@ -33,18 +34,14 @@ CASES = [
 
 
 def twins(device, dtype=torch.float32, layer="linear", **options):
-    """A stock model of one linear, and the same one sampled."""
     torch.manual_seed(0)
     stock = nn.Sequential(LAYERS[layer]()).to(device, dtype).train()
     if layer == "conv1d":
         nn.init.normal_(stock[0].bias)
-    mine = copy.deepcopy(stock)
-    patch(mine, MemSaveConfig(linear=WTACRS(minimum=1, **options)))
-    return mine, stock
+    return patched_copy(stock, MemSaveConfig(linear=WTACRS(minimum=1, **options))), stock
 
 
 def run(model, x, view=VIEWS["3-D"], autocast=None, device="cpu"):
-    """Output, input gradient, and gradients by name."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     with autocasting(torch.device(device), autocast):
@@ -161,9 +158,6 @@ def test_the_rows_of_a_changed_input_are_drawn_again(device):
         assert F.cosine_similarity(drawn, (-3 * x).sum((0, 1)), dim=0) > 0.2
 
 
-# Backward.
-
-
 @pytest.mark.parametrize("of", ["a sum", "a square"])
 def test_a_second_backward_gives_the_same_bits_and_a_second_derivative_raises(device, of):
     mine, _ = twins(device)
@@ -200,9 +194,6 @@ def test_what_is_not_finite_is_passed_on_and_not_learned(device, where, odd):
     assert all(t.isfinite().all() for t in profiles)
     if where == "gradient":
         assert all(torch.equal(t, before[name]) for name, t in sampler_of(mine).cache.state_dict().items())
-
-
-# The model's generators, copies.
 
 
 def test_each_step_draws_rows_of_its_own_and_the_models_generators_are_untouched(device):

@@ -14,7 +14,7 @@ from hf_memsave.ops.sampled.wta_matmul import wta_matmul
 from support.draws import standard_errors
 from support.eager import attentions, eager, ops_of
 from support.helpers import assert_same_bits, kept, nbytes, random, taping
-from support.steps import assert_same, state_of, step
+from support.steps import assert_same, patched, state_of, step
 from support.zoo import batch_for
 
 LOW = torch.bfloat16
@@ -49,20 +49,12 @@ def gradients(product, a, b, dc):
     return torch.autograd.grad(product(a, b), (a, b), dc)
 
 
-def bias_in_errors(estimates, truth):
-    """Of ``[*, n, m]`` draws: near 1 or below where there is no bias."""
-    return standard_errors(estimates.flatten(0, -3), truth)
-
-
 def in_errors(config, dtype, device):
-    """Of dA and dB, over 20,000 draws."""
+    """Of dA and dB, over 20,000 draws: near 1 or below where there is no bias."""
     a, b, dc = operands(BATCH, HEADS, dtype=dtype, device=device)
     found = gradients(sampling(config), a, b, dc)
     a, b, dc = (x[0, 0].double() for x in (a, b, dc))
-    return [bias_in_errors(x, truth) for x, truth in zip(found, (dc @ b.mT, a.mT @ dc), strict=True)]
-
-
-# Forward
+    return [standard_errors(x.flatten(0, -3), truth) for x, truth in zip(found, (dc @ b.mT, a.mT @ dc), strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -93,9 +85,6 @@ def test_only_what_is_wanted_is_drawn(device, wanted):
     sampling()(*leaves).backward(dc)
     for leaf, expected, is_wanted in zip(leaves, both, wanted, strict=True):
         assert_same_bits(leaf.grad, expected if is_wanted else None)
-
-
-# Gradients: 20,000 draws each
 
 
 @pytest.mark.parametrize(("estimator", "dtype"), [("wta", torch.float32), ("wta", LOW), ("crs", torch.float32)])
@@ -138,9 +127,6 @@ def test_it_refuses_to_be_differentiated_twice_and_is_exact_without_a_batch(devi
         da.sum().backward()
 
 
-# What is kept
-
-
 def test_it_keeps_drawn_rows_and_columns_or_indices_alone_for_what_is_kept_anyway(device):
     a, b, _ = operands(2, 3, device=device)
     b = b.requires_grad_()
@@ -157,8 +143,6 @@ def test_it_keeps_drawn_rows_and_columns_or_indices_alone_for_what_is_kept_anywa
     stock, here = (kept(call(p, lambda x: torch.softmax(x, -1)), a, **options) for p in (torch.matmul, sampling()))
     assert stock - here == nbytes(b) - of_columns - heads * rows * 8
 
-
-# In models
 
 #: Only attention is sampled: the classifier's batch has no more rows than the fewest drawn.
 CONFIG = MemSaveConfig(linear=WTACRS(budget=0.3, minimum=2, targets=("classifier",), attention=True))
@@ -190,8 +174,7 @@ def test_each_product_of_an_attention_draws_under_a_name_of_its_own(device, monk
         return wta_matmul(a, b, layer, name)
 
     monkeypatch.setattr(eager_attention, "wta_matmul", sampled)
-    model = eager("bert", device=device)
-    patch(model, MemSaveConfig(linear=SMALL))
+    model = patched(eager("bert", device=device), MemSaveConfig(linear=SMALL))
     step(model, batch_for(model))
     assert drawn == ["product 1", "product 2"] * 2
 
