@@ -35,12 +35,12 @@ from hf_memsave.tape.as_stock import run_counted
 from hf_memsave.tape.autocast import low
 from hf_memsave.tape.content import same
 from hf_memsave.tape.dropout import TURN, can_redraw, drawn, redrawn
-from hf_memsave.tape.functions import MADE
 from hf_memsave.tape.handles import KeptTensor, written
 from hf_memsave.tape.parameters import Sharded, gathers_of
 from hf_memsave.tape.products import is_thin
 from hf_memsave.tape.recomputed import RecomputedProduct
 from hf_memsave.tape.storage import Apart
+from hf_memsave.tape.tape import MADE
 
 #: All names in the forwards of PEFT's layers that compute what is written above.
 _NAMES = frozenset(

@@ -23,10 +23,9 @@ from torch.overrides import has_torch_function
 
 from hf_memsave.device import HALVES, fills_finite, mask_multiple
 from hf_memsave.tape.autocast import low
-from hf_memsave.tape.functions import Handler, new
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.private import any_autocast, is_cudnn, is_one_kernel, no_autocast, safe_softmax
-from hf_memsave.tape.tape import Tape
+from hf_memsave.tape.tape import Handler, Tape, new
 from hf_memsave.tape.tensors import CONSTANT, is_plain, unexpanded
 
 

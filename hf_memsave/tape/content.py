@@ -1,4 +1,4 @@
-"""A content: what a storage held at one version. A ticket: a view of it, which is what autograd holds.
+"""A content: what a storage held at one version. A ticket: a view of it. Autograd holds either, or another handle.
 
 A content knows two things. *How it was made*: a :class:`Call`, known in forward only and never on the tape. *Where it
 is*: nowhere yet; a ``tensor`` that is kept; or recomputed by ``make(*inputs, **named)``, whose inputs are tickets of
@@ -23,8 +23,9 @@ from hf_memsave.tape.handles import Handle, written
 from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast, no_subclasses
 from hf_memsave.tape.tensors import CONSTANT, View, is_asked, is_plain, unexpanded, with_stride
 
-#: Where a storage carries its content; for a tape within another one (a checkpointed block), its depth is added.
+#: Where a storage carries its content; a tape within another one (a checkpointed block) adds "_" to that one's mark.
 MARK = "_memsave"
+#: Tapes within each other; a deeper one hears of no write, so that its backward raises.
 _DEEPEST = 4
 #: Where it carries its entry in the ledger of a forward that is counted.
 COUNTED = "_memsave_counted"
@@ -108,10 +109,10 @@ class Content(Handle):
 
     def holders(self) -> int:
         """Return how many may ask for it in backward; tickets of graphs that are gone do not count."""
-        return self.uses + sys.getrefcount(self.users) - sys.getrefcount(_NEW.users)
+        return self.uses + sys.getrefcount(self.users) - sys.getrefcount(_UNHELD.users)
 
     def is_there(self) -> bool:
-        """Return whether no parameter that it reads was freed: one that outlives its block is there in backward."""
+        """Return whether no parameter that it reads is freed by now: outside its block, it would not be there."""
         return not self.reads or all(storage.nbytes() for storage in self.reads)
 
     def freed_by_keeping(self, version: int, calls: list[int]) -> int:
@@ -213,7 +214,7 @@ class Content(Handle):
             return out
         dtype = out.dtype
         if dtype is not self.dtype is not None and dtype is torch.get_default_dtype():
-            torch.set_default_dtype(self.dtype)  # of the forward: what is made of whole numbers has that
+            torch.set_default_dtype(self.dtype)  # of the forward: a quotient of whole numbers has that
             try:
                 return self._made()
             finally:
@@ -259,8 +260,8 @@ class _Shared:
         return out
 
 
-#: Without tickets.
-_NEW = Content(None)
+#: Without tickets: what ``getrefcount`` counts in any case.
+_UNHELD = Content(None)
 
 
 class Ticket(Handle):
@@ -284,7 +285,7 @@ class Ticket(Handle):
 
 
 class KeptView(Handle):
-    """A view of a content that is kept, under the version it had: ``unsafe_chunk``'s and ``.data`` count their own."""
+    """A view of a kept content, with the version it had: views by ``unsafe_chunk`` and ``.data`` have their own."""
 
     __slots__ = ("content", "tensor", "at", "ticket")
 

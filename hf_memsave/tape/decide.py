@@ -21,11 +21,12 @@ MOST_DEPTH = 64
 #: How many blocks back a tensor may be recomputed from. A chain through all of them (an fp32 residual sum, recomputed
 #: from the sum before it) would cost a step's time, and its peak.
 SPAN = 2
+#: Bytes that would be kept newly, by the address of their storage.
 New = dict[int, int]
 
 
 class Price:
-    """Price contents: bytes that would be kept newly, by the address of their storage, and functions to run."""
+    """Price contents: bytes that would be kept newly, and functions to run."""
 
     def __init__(self, storages: Storages) -> None:
         self.storages, self.left, self.depth = storages, 4 * storages.most_work, 0
@@ -86,7 +87,7 @@ class Price:
 
 
 def is_near(storages: Storages, content: Content) -> bool:
-    """Return whether what is packed now may be recomputed from ``content``: it is not too far back, nor too deep."""
+    """Return whether ``content`` may be built on now: it is near, not too deep, and reads no freed parameter."""
     return storages.block - content.first <= SPAN and content.depth < MOST_DEPTH and content.is_there()
 
 

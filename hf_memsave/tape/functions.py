@@ -1,4 +1,4 @@
-"""The table of cheap functions. Adding one is one word here, and its arguments in ``tests/support/examples.py``.
+"""The table of cheap functions. To add one: its word in the list that fits; CONTRIBUTING.md, "Adding things".
 
 Cheap is what costs about a memory pass, draws nothing, and gives the same bits again: arithmetic, conversions, copies,
 gathers, activations, norms. Not: reductions (their results are small), products (they are the model's work), and what
@@ -20,10 +20,7 @@ from hf_memsave.device import waits
 from hf_memsave.tape.autocast import WIDENED, WIDENED_WITHIN, wide
 from hf_memsave.tape.parameters import CASTS
 from hf_memsave.tape.private import c_functions
-from hf_memsave.tape.tape import MADE as MADE
-from hf_memsave.tape.tape import Handler as Handler
-from hf_memsave.tape.tape import Tape
-from hf_memsave.tape.tape import new as new
+from hf_memsave.tape.tape import MADE, Handler, Tape, new
 from hf_memsave.tape.tensors import leaves
 
 #: Functions and methods whose result is always a new tensor.
@@ -209,7 +206,6 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full), factory),
     **dict.fromkeys(named(NEW_FUNCTIONAL, F, torch, Tensor), new),
     **dict.fromkeys(named(MAY_ALIAS, torch, Tensor), may_alias),
-    Tensor.__getitem__: indexed,
     Tensor.__eq__: new,  # modules have one, too
     **{f: wide(n, False) for n, names in WIDENED.items() for f in named(names, torch, Tensor, F, torch.special)},
     **{f: wide(n, True) for n, names in WIDENED_WITHIN.items() for f in named(names, torch, Tensor, F, torch.special)},

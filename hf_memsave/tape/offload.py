@@ -24,12 +24,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import STAND_IN, current_stream, free_main_memory, has_streams
 from hf_memsave.errors import MemSaveError
-from hf_memsave.tape.content import BUFFER, COUNTED, MARK, linked
+from hf_memsave.tape.content import BUFFER, COUNTED, MARK, is_parameter, linked
 from hf_memsave.tape.handles import written
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.tensors import is_plain
@@ -110,9 +110,7 @@ def before_write(tensor: Tensor) -> None:
 
 
 def _is_there_anyway(tensor: Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    is_buffer = is_plain(tensor) and getattr(tensor.untyped_storage(), MARK, None) is BUFFER
-    return is_buffer or isinstance(base, nn.Parameter)
+    return is_parameter(tensor) or (is_plain(tensor) and getattr(tensor.untyped_storage(), MARK, None) is BUFFER)
 
 
 class _InOrder:

@@ -43,9 +43,7 @@ no_modes = torch._C.DisableTorchFunction
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 #: A view that is the negative of what its storage has.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
-#: A tensor of this shape on the storage of another, which autograd does not know to be a view.
-not_a_view: Callable[[torch.Tensor, torch.Size], torch.Tensor] = torch.ops.aten._unsafe_view.default
-#: Ops that autograd calls: a conversion, a view of another shape; softmaxes, and the place of their dimension.
+#: Ops that autograd calls: a conversion, a view that it does not know for one; softmaxes, and where their dimension is.
 to_copy, unsafe_view = torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default
 softmaxes: dict[Any, int] = {
     torch.ops.aten._softmax.default: 1, torch.ops.aten._log_softmax.default: 1,

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from hf_memsave.device import is_autocast
 from hf_memsave.tape.autocast import converted, low, own_cast
-from hf_memsave.tape.functions import MADE, Handler, indexed, named, unrecorded
+from hf_memsave.tape.functions import indexed, named, unrecorded
 from hf_memsave.tape.parameters import gathers_of
 from hf_memsave.tape.private import any_autocast
 from hf_memsave.tape.recomputed import RecomputedProduct
 from hf_memsave.tape.storage import MOST_WORK
-from hf_memsave.tape.tape import Tape
+from hf_memsave.tape.tape import MADE, Handler, Tape
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of
 

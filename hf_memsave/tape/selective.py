@@ -27,10 +27,10 @@ from torch import Tensor
 
 from hf_memsave.tape.autocast import converted, low
 from hf_memsave.tape.decide import cost
-from hf_memsave.tape.functions import MADE, argument, may_write, named, sees_writes, writes_in_place
+from hf_memsave.tape.functions import argument, may_write, named, sees_writes, writes_in_place
 from hf_memsave.tape.handles import Blank, Handle
 from hf_memsave.tape.private import any_autocast
-from hf_memsave.tape.tape import Tape
+from hf_memsave.tape.tape import MADE, Tape
 from hf_memsave.tape.tensors import is_dense, place_of, with_stride
 
 

@@ -90,7 +90,7 @@ class Storages:
         self._marks: list[tuple[Any, Content]] = []
 
     def close(self) -> None:
-        """Forget all: storages that outlive the forward refer to the tape, which must not refer to them."""
+        """Forget all: graphs and storages that outlive the forward keep the tape, which must not keep them."""
         self.root.empty_casts()
         for storage, content in self._marks:  # parameters and buffers, unversioned for as long as the forward
             setattr(storage, self.mark, content)
@@ -115,7 +115,7 @@ class Storages:
         return self if self.around is None else self.around.root
 
     def content_of(self, tensor: Tensor) -> Any:
-        """Return the content of the storage of ``tensor``, an empty one where nothing is known; None for a wrapper."""
+        """Return the content of the storage of ``tensor``, an empty one if none is known; None if wrapped or sparse."""
         kind = type(tensor)
         if kind is not Tensor and kind is not nn.Parameter and not is_plain(tensor):
             return None
@@ -192,7 +192,7 @@ class Storages:
             content.call = None
 
     def notes(self, tensor: Tensor) -> dict[Any, Any]:
-        """Return the dict of what handlers note on the storage of ``tensor``, until the forward ends."""
+        """Return the dict of handlers' notes on the storage, until the forward ends or a tape within notes there."""
         if not self.owns(self.content_of(tensor)):
             return {}
         storage = tensor.untyped_storage()
@@ -237,7 +237,7 @@ class Storages:
     # Writes
 
     def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Freeze what a call may write to: the tensors of ``out=``, or with ``inplace`` its first argument."""
+        """Freeze what a call may write to: ``out=``; its first argument, by ``inplace`` or any positional True."""
         if kwargs and (out := kwargs.get("out")) is not None:
             self._before_write_of(out)
         if (kwargs and kwargs.get("inplace")) or any([a is True for a in args]):

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from hf_memsave.tape.attention import ATTENTION
 from hf_memsave.tape.dropout import DROPOUTS
-from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, may_write, new, unrecorded
+from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, may_write, unrecorded
 from hf_memsave.tape.products import SPECIAL
 from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE, statistics_alone
+from hf_memsave.tape.tape import Handler, new
 
 TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **ATTENTION, **DROPOUTS, **SELECTIVE}
 #: The functions of each kind that a configuration can leave to stock.

@@ -1,17 +1,18 @@
 """The tape: a function mode that notes how tensors are made, and a saved-tensor hook that decides what to keep of them.
 
-While a :class:`Tape` is innermost, every call of a function in the table (:mod:`~hf_memsave.tape.table`) is recorded on
-the storage that it makes. Nothing else is computed: most calls are never asked for. When autograd wants to keep a
-tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or the arguments of the call that made it.
+While a :class:`Tape` is innermost and gradients are on, calls of cheap functions in the table (``table.py``) are
+recorded on the storages that they make, unless known to be of no use. Nothing is priced yet. When autograd wants to
+keep a tensor, :meth:`Tape.pack` keeps what adds fewer bytes: the tensor, or the arguments of the call that made it.
 Rules, each with an example in ``tests/tape/test_rules.py``:
 
-1. A ticket gives the tensor that was packed, of equal bits and geometry, in every backward; or raises (content.py).
+1. A handle gives the packed tensor's bits and geometry in every backward, or raises; a code, what backward needs.
 2. A content belongs to one hook context: nothing crosses from one checkpointed block into the next. Its owner is the
    lock of a tape, and a tape within another one links its contents by a mark of its own (storage.py).
-3. A call that is not asked for outlives its block by one, and only if the block returns what it made (blocks.py).
+3. A call that is not asked for outlives its block by one, if the block returns what it led to, or that is kept
+   (blocks.py).
 4. A storage's link to a content is strong while that is nowhere yet, and for two blocks once it is to be recomputed;
    else it is weak (storage.py).
-5. Nothing on the tape refers to the tape, and nothing on it has a graph (content.py).
+5. What autograd holds refers to no :class:`Tape`, and has no graph of its own (content.py).
 6. What earlier forwards taught decides which calls are recorded, and nothing else: no bit depends on it (calls.py).
 7. Where the bytes of a parameter are just now decides nothing, unless a sharding engine owns it (parameters.py).
 """
@@ -53,7 +54,7 @@ _ONE_TENSOR = (Tensor,)
 _OTHERS = "others"
 #: What a tape does when a function of its table is called.
 Handler = Callable[["Tape", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-#: Types of what a call makes that can be noted.
+#: Types of results that are recorded: no subclasses.
 MADE = (Tensor, FakeTensor)
 
 
@@ -91,12 +92,12 @@ class Tape(Storages, TorchFunctionMode):
         self.blocks = Blocks()
         self.is_quick = False  # nothing but this tape has a say in what is kept
         self._inputs, self._given = inputs, list[Content]()
-        self.below, self.depth = below, 0  # function modes before it
-        self.before: Any = None  # hooks before it
+        self.below, self.modes_before = below, 0  # hooks to enter with it; how many function modes were on before
+        self.hooks_before: Any = None
 
     def __enter__(self) -> Tape:
-        self.before, around = innermost_hooks(), private.innermost_mode()
-        self.depth = private.count_modes() - isinstance(around, Tape)
+        self.hooks_before, around = innermost_hooks(), private.innermost_mode()
+        self.modes_before = private.count_modes() - isinstance(around, Tape)
         try:
             if self.below is not None:
                 private.push_hooks(self.below.pack_hook, self.below.unpack_hook)
@@ -126,14 +127,14 @@ class Tape(Storages, TorchFunctionMode):
 
     def _close(self, *error: object) -> None:
         # Not blindly: an interrupt may have kept PyTorch from putting this mode back, or a context within from ending.
-        while (hooks := innermost_hooks()) is not None and hooks != self.before:
+        while (hooks := innermost_hooks()) is not None and hooks != self.hooks_before:
             private.pop_hooks()
-        while private.count_modes() > self.depth:
+        while private.count_modes() > self.modes_before:
             private.pop_mode()
         if isinstance(self.around, Tape):
             private.push_mode(self.around)
-        self.end_block()
-        self.end_block()
+        self.end_block()  # the last one
+        self.end_block()  # which forgets what the last one returned
         # Under a hook outside all is recorded: a checkpointed block that runs again must ask for the same tensors.
         if error[0] is None and self.outer is None:
             self.calls.end()
@@ -232,8 +233,8 @@ class Tape(Storages, TorchFunctionMode):
             link = getattr(storage, self.mark, None)
             content = link() if type(link) is weakref.ref else link
             if content is None:
-                is_other = tensor._base is not None and is_parameter(tensor)
-                if self.is_quick and tensor.dtype is not torch.bool and not is_other:
+                is_view_of_parameter = tensor._base is not None and is_parameter(tensor)
+                if self.is_quick and tensor.dtype is not torch.bool and not is_view_of_parameter:
                     return self._keep_new(Content(self.lock), storage, tensor)
                 content = self.content_on(storage, tensor)
             elif content.owner is not self.lock:
@@ -292,7 +293,7 @@ class Tape(Storages, TorchFunctionMode):
 
     def keep_or_reuse(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
         """Return a handle of a tensor that has to be kept: of what is kept of it already, of a code, or of itself."""
-        kept, is_kept, is_new = content.tensor, content.is_kept, content.call is None
+        kept, is_kept, has_no_call = content.tensor, content.is_kept, content.call is None
         if kept is not None and not content.is_unversioned and content.is_of(tensor):
             is_its = kept.untyped_storage() is storage  # else it was frozen, or is another's cast
             return KeptView(content, tensor) if is_its else Ticket(content, tensor)
@@ -307,19 +308,19 @@ class Tape(Storages, TorchFunctionMode):
         if content.is_handed_on and (same := self.handed_on(content, tensor)) is not None:
             same.uses += 1
             return same
-        if kept is not None or content.make is not None or not (is_new or content.is_of(tensor)):
+        if kept is not None or content.make is not None or not (has_no_call or content.is_of(tensor)):
             return self._keep_beside(content, storage, tensor)  # of another version, or view
-        if is_new and self.is_quick and not is_kept and not content.parts:
+        if has_no_call and self.is_quick and not is_kept and not content.parts:
             return self._keep_new(content, storage, tensor)
-        if is_new:
+        if has_no_call:
             content.version, content.dtype = tensor._version, None if is_flipped(tensor) else tensor.dtype
         self.keep(tensor, content)
         setattr(storage, self.mark, weakref.ref(content))
         if content.parts:
             self._forget_codes(content, tensor)
-        if not is_kept and not is_new:
+        if not is_kept and not has_no_call:
             self.blocks.forget_arguments(self, content, storage.nbytes())
-        if content.is_handed_on or (is_new and self.ledger is None) or not content.is_of(tensor):
+        if content.is_handed_on or (has_no_call and self.ledger is None) or not content.is_of(tensor):
             content.uses += 1
             return content
         return Ticket(content, tensor)

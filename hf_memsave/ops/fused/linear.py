@@ -165,7 +165,7 @@ class _Linear(torch.autograd.Function):
         ctx.x, ctx.is_turned, ctx.block, ctx.own, ctx.joint = x.dtype, is_turned, block, weakref.ref(weight), joint
         ctx.held = held if ctx.needs_input_grad[0] else None
         y = F.linear(low, w.t() if is_turned else w, b)
-        return y if y._base is None else private.not_a_view(y, y.shape)  # of a view, autograd would refuse writes
+        return y if y._base is None else private.unsafe_view(y, y.shape)  # of a view, autograd would refuse writes
 
     @staticmethod
     @once_differentiable
