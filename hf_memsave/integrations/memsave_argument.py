@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing hf_memsave imports this file, and loads nothing t
 
 
 def install() -> None:
-    """Have models and trainers of Transformers take ``memsave=``: importing hf_memsave does it, until ``uninstall``."""
+    """Have models, trainers and adapters take ``memsave=``, as importing hf_memsave does, until ``uninstall``."""
     when_imported("transformers.modeling_utils", teach_models)
     when_imported("transformers.trainer", teach_trainers)
     when_imported("transformers.trainer_callback", teach_callbacks)
@@ -107,7 +107,7 @@ def _make_trainer(
     config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
     handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
     stock(self, *args, **handed_on, **kwargs)
-    if config is None and "hf_memsave.patching.patch" not in sys.modules:  # nothing is patched
+    if config is None and "hf_memsave.patching.swap" not in sys.modules:  # nothing is patched
         return
     from hf_memsave.integrations.trainer import MemSaveCallback, without_callback
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -13,7 +14,6 @@ from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, LORA, RUN_AGAIN, fus
 from hf_memsave.arch.sites import first_of_experts
 from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
-from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.ops.approximate.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
@@ -59,7 +59,7 @@ class Found:
     patches: dict[nn.Module, Patch] = field(default_factory=dict)
     recomputed: set[nn.Module] = field(default_factory=set)
     before: list[tuple[nn.Module, MemSaveConfig]] = field(default_factory=list)
-    errors: list[PatchError] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
     def add(self, name: str, module: nn.Module, op: str, reason: str = "") -> None:
         """Add ``module`` to the sites: patched by ``op``, or skipped for ``reason``."""
@@ -81,12 +81,15 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
         block: The number of the repeated block that ``model`` is a part of, if it is.
     """
     found = Found(before=patched_models(model))
+    if foreign := _foreign(model):
+        found.errors.append(foreign)
+        return found
     numbers = block_numbers(model)
     if not prefix:
         _collect_taped(model, config, found, numbers)
     if config.backend != "torch" and (reason := why_not(model)):
         if config.backend == "triton":
-            found.errors.append(PatchError(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'."))
+            found.errors.append(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'.")
         config = replace(config, backend="torch")
         found.add(prefix, model, "fused", reason)
     heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
@@ -113,11 +116,11 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
             continue
         is_by_weight = op == "run_again" and is_known_by_weight(module)
         if hides_forward(module) and not is_by_weight:
-            reason = why_hidden(module)  # another tool's forward runs instead
+            reason = _why_hidden(module)  # another tool's forward runs instead
             if not OPS[op].is_implied:
-                found.errors.append(hidden(name, module))
+                found.errors.append(_hidden(name, module))
         elif refusal := OPS[op].refuse(module, value):
-            found.errors.append(PatchError(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}"))
+            found.errors.append(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}")
             continue
         else:
             reason = OPS[op].check(module, value)
@@ -154,9 +157,9 @@ def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, number
         op = "block" if is_block else "model"
         is_hidden = hides_forward(module)
         if is_hidden and (is_block or not is_model):
-            found.add(name, module, op, why_hidden(module))
+            found.add(name, module, op, _why_hidden(module))
             if not is_block:
-                found.errors.append(hidden(name, module))
+                found.errors.append(_hidden(name, module))
             continue
         if not is_block:
             roots += (f"{name}." if name else "",)
@@ -169,26 +172,45 @@ def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, number
             found.add(name, module, "run_again")
 
 
-def tool_of(forward: Any) -> str:
+def _foreign(model: nn.Module) -> str:
+    """Return the error for a model that was traced or scripted, or whose forwards Liger-Kernel has replaced, or ""."""
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
+            return (
+                f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
+                "runs no module's forward any more. Patch the model that it was made of."
+            )
+        cls = stock_class(module)
+        if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
+            return (
+                f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
+                "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
+            )
+        if _tool_of(module.__dict__.get("forward")).startswith("liger_kernel"):
+            return _hidden(name, module)
+    return ""
+
+
+def _tool_of(forward: Any) -> str:
     """Return the name of the Python module that defines ``forward``, which ``functools.wraps`` cannot change."""
     name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
     return name
 
 
-def hidden(name: str, module: nn.Module) -> PatchError:
+def _hidden(name: str, module: nn.Module) -> str:
     """Return the error for a module with a forward on its instance, set by another tool, that would hide ours."""
-    return PatchError(
+    return (
         f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
-        f"tool ({tool_of(module.__dict__['forward']) or 'one written in C'}), which would hide ours. Build the model "
+        f"tool ({_tool_of(module.__dict__['forward']) or 'one written in C'}), which would hide ours. Build the model "
         "without it (for kernelize: use_kernels=False, for Liger: use_liger_kernel=False), patch before that tool, or "
         "leave out what was asked for this module."
     )
 
 
-def why_hidden(module: nn.Module) -> str:
+def _why_hidden(module: nn.Module) -> str:
     """Return why a module whose forward hides ours stays stock."""
     is_dispatched = "_original_forward" in module.__dict__
-    tool = "accelerate" if is_dispatched else tool_of(module.__dict__["forward"]) or "code in C"
+    tool = "accelerate" if is_dispatched else _tool_of(module.__dict__["forward"]) or "code in C"
     return f"its forward was set by {tool}; what lies below is patched"  # under tapes of its own
 
 

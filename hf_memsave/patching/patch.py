@@ -83,7 +83,7 @@ class PatchReport:
             return ()
         names = {id(module): name for name, module in model.named_modules()}
         found = collect(model, self.config)
-        added = [m for m in found.patches if not is_patched(m)]
+        added = [m for m in found.patches if not (found.errors or is_patched(m))]
         added += [m for m in found.recomputed if AGAIN not in m.__dict__]
         return tuple(names[id(module)] for module in added)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -11,16 +10,15 @@ from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
-from hf_memsave.patching.collect import Found, SiteReport, hidden, tool_of
+from hf_memsave.patching.collect import Found, SiteReport
 from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import stock_class
 
 
 def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool = False) -> None:
     """Raise a PatchError if ``model`` cannot be patched with ``config``, or, unless ``replace``, has another config."""
-    _refuse_foreign_patches(model)
-    for error in found.errors:
-        raise error
+    if found.errors:
+        raise PatchError(found.errors[0])
     if config.checkpoint is not None:
         refuse_zero3(model, config.checkpoint)
         _refuse_no_rung(found.sites, config, model)
@@ -130,24 +128,6 @@ def _refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemS
     from hf_memsave.patching.compiled import refuse_other_settings  # which loads the compiler
 
     refuse_other_settings()
-
-
-def _refuse_foreign_patches(model: nn.Module) -> None:
-    """Raise if ``model`` was traced or scripted, or Liger-Kernel has replaced a forward."""
-    for name, module in model.named_modules():
-        if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
-            raise PatchError(
-                f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
-                "runs no module's forward any more. Patch the model that it was made of."
-            )
-        cls = stock_class(module)
-        if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
-            raise PatchError(
-                f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
-                "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
-            )
-        if tool_of(module.__dict__.get("forward")).startswith("liger_kernel"):
-            raise hidden(name, module)
 
 
 def _short(config: MemSaveConfig) -> str:

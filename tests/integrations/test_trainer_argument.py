@@ -93,6 +93,14 @@ def test_false_trains_stock_what_was_patched_before(cls, arguments, caplog):
     assert patch_of(cls(model, arguments(), train_dataset=Rows("llama")).model).config.checkpoint == "gate"
 
 
+def test_false_makes_a_model_stock_of_which_swap_alone_is_imported(arguments, monkeypatch):
+    """As by a pickle."""
+    hf_memsave.patch(model := build("llama"))
+    monkeypatch.delitem(sys.modules, "hf_memsave.patching.patch")
+    Trainer(model, arguments(), train_dataset=Rows("llama"), memsave=False)
+    assert patched_classes(model) == {}
+
+
 def test_false_leaves_a_callback_of_the_callers_own(arguments):
     trainer = Trainer(build("llama"), arguments(), callbacks=[MemSaveCallback({"norm": "stock"})], memsave=False)
     assert patch_of(trainer.model).config == MemSaveConfig(norm="stock")

@@ -1,8 +1,11 @@
 """What ``patch`` refuses, and leaves as it was; and what other tools do to a model that it takes as it is."""
 
+import contextlib
 import copy
+import gc
 import re
 import types
+import weakref
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 from transformers.models.llama import modeling_llama
 
-from hf_memsave import ConfigError, MemSaveConfig, PatchError, measure_kept, patch, unpatch
+from hf_memsave import WTACRS, ConfigError, MemSaveConfig, PatchError, measure_kept, patch, unpatch
 from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, state_of, step
 from support.zoo import batch_for
@@ -66,9 +69,26 @@ def test_linears_do_not_run_again_where_zero3_takes_their_weights_away(rung, lla
 
 def test_a_traced_part_is_refused():
     part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()
-    for traced in (torch.jit.trace(part, torch.randn(2, 4)), torch.fx.symbolic_trace(part)):
-        with pytest.raises(PatchError, match="inner is a .*traced, scripted or exported.*Patch the model that"):
-            patch(nn.ModuleDict({"inner": traced}))
+    for traced in (torch.jit.trace(part, torch.randn(2, 4)), torch.fx.symbolic_trace(part), torch.jit.script(part)):
+        for model in (nn.ModuleDict({"inner": traced}), traced):
+            for config in ({}, {"linear": WTACRS(attention=True)}):
+                with pytest.raises(PatchError, match="is a .*traced, scripted or exported.*Patch the model that"):
+                    patch(model, **config)
+
+
+def test_a_refused_model_is_freed_at_once(llama):
+    model, known = copy.deepcopy(llama), []
+    known.append(weakref.ref(model))
+    gc.disable()
+    try:
+        model.model.norm.forward = lambda x: x
+        with contextlib.suppress(PatchError):
+            patch(model, norm="output")
+        assert not patched_classes(model)
+        del model
+        assert known[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("config", ["exakt", {"norms": "stock"}, {"norm": "stok"}, 3, False, None], ids=str)
