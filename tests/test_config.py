@@ -41,33 +41,24 @@ def test_every_field_is_frozen_strict_and_tells_configs_apart():
         assert OTHER[name] != value and MemSaveConfig(**{name: OTHER[name]}) != config
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, OTHER[name])
-    assert MemSaveConfig(**TOGETHER).to_dict() == {
-        **TOGETHER,
-        "budget": None,
-        "compile": False,
-        "tiles": None,
-        "linear": SAMPLED,
-    }
+    defaults = {"budget": None, "compile": False, "tiles": None}
+    assert MemSaveConfig(**TOGETHER).to_dict() == TOGETHER | defaults | {"linear": SAMPLED}
     for args, fields, message in ((["recompute"], {}, "positional"), ([], {"activations": "stock"}, "activations")):
         with pytest.raises(TypeError, match=message):
             MemSaveConfig(*args, **fields)
     assert list(inspect.signature(MemSaveConfig).parameters) == FIELDS  # what an editor completes
 
 
-#: Fields of one of a few words.
-CHOICES = ("activation", "norm", "dropout", "attention", "lora", "loss", "backend")
 CHOICE = "must be one of .*'(stock|torch)'.*, got .*the default, '{}'"
 #: Fields, wrong values of them, and what is said of each.
 WRONG = {
-    **{
-        name: (["wrong", "Stock", "", None, True, 1, ["stock"]], CHOICE.format(getattr(MemSaveConfig(), name)))
-        for name in CHOICES
-    },
+    name: (["wrong", "Stock", "", None, True, 1, ["stock"]], CHOICE.format(getattr(MemSaveConfig(), name)))
+    for name in ("activation", "norm", "dropout", "attention", "lora", "loss", "backend")
+} | {
     "linear": (["wta", 0.3, True, {"budget": 0.3}], r"must be None or a WTACRS, got .*Use WTACRS\(budget"),
     "few_bits": ([0, 9, 2.5, "4", True, None], "must be a whole number from 1 to 8, got .*default, 4"),
     "frozen": (["True", 1, None], "must be True or False, got .*default, True"),
-    "compile": (["True", 1, None], "must be True or False, got .*default, False"),
-    "offload": (["True", 1, None], "must be True or False, got .*default, False"),
+    **dict.fromkeys(["compile", "offload"], (["True", 1, None], "must be True or False, got .*default, False")),
     "storage": (["int2", "INT8", 8, True, ""], "must be one of None, 'int8', 'int4', got .*Leave it out"),
     "checkpoint": (["Up", True, ""], "must be one of None, 'o_proj', 'qkv', 'up', 'gate', 'block', 'tiles', got"),
     "tiles": ([0, -1, 1.5, True, "Auto", ""], "must be None, 'auto' or a whole number .*, got .*Use 'auto', or leave"),
@@ -105,7 +96,7 @@ WRONG_LAYERS = [
     ({"norms": 6}, "expected kinds 'activation', 'norm', .*'lora', 'checkpoint', got 'norms'"),
     ({"linear": 6}, "expected kinds .*, got 'linear'"),
     ({1: 6}, "expected kinds .*, got 1"),
-    *(({"norm": n}, rf"\['norm'\] must be a whole .*, 0 or more, got {n!r}") for n in (-1, 2.0, "2", True, None)),
+    *(({"norm": n}, rf"\['norm'\] must be a whole .*, 0 or more, got {n!r}") for n in (-1, 0.5, 2.0, "2", True, None)),
 ]
 
 
@@ -196,9 +187,8 @@ def test_fields_are_set_in_a_config_by_keyword():
 
     assert found(checkpoint="gate") == found("gate") == MemSaveConfig(checkpoint="gate")
     assert found("gate", offload=True) == found(MemSaveConfig(offload=True), checkpoint="gate")
-    assert found("tempo", norm="stock", checkpoint="up") == MemSaveConfig(
-        activation="invert", norm="stock", checkpoint="up"
-    )
+    fields = {"norm": "stock", "checkpoint": "up"}
+    assert found("tempo", **fields) == MemSaveConfig(activation="invert", **fields)
     assert found("max", checkpoint="block") == MemSaveConfig.preset("max")
     for config in ("block", {"checkpoint": "block"}):
         with pytest.raises(ConfigError, match="checkpoint='gate': expected a preset or .*got 'block'. Leave out one"):
@@ -310,16 +300,14 @@ def test_a_copy_is_equal(trip):
 
 def by_every_door(given, folder):
     """The configs that models are patched with by a ``memsave`` argument of every kind."""
-    models = [transformers.BertForSequenceClassification(BERT) for _ in range(5)]
+    models, args = [transformers.BertForSequenceClassification(BERT) for _ in range(5)], transformers.TrainingArguments
     patch(models[0], given)
     models[1] = transformers.AutoModelForSequenceClassification.from_config(BERT, memsave=given)
-    transformers.Trainer(models[2], transformers.TrainingArguments(folder), memsave=given)
-    hf_memsave.MemSaveTrainer(models[3], transformers.TrainingArguments(folder), memsave=given)
+    transformers.Trainer(models[2], args(folder), memsave=given)
+    hf_memsave.MemSaveTrainer(models[3], args(folder), memsave=given)
     adapters = hf_memsave.MemSaveLoraConfig(memsave=given, target_modules=["query"])
     models.append(get_peft_model(transformers.BertForSequenceClassification(BERT), adapters))
-    transformers.Trainer(
-        models[4], transformers.TrainingArguments(folder), callbacks=[hf_memsave.MemSaveCallback(given)]
-    )
+    transformers.Trainer(models[4], args(folder), callbacks=[hf_memsave.MemSaveCallback(given)])
     return [patched_models(model)[0][1] for model in models]
 
 

@@ -18,11 +18,8 @@ CLAUSES = {
 }  # fmt: skip
 #: What people call, each with one example.
 EXAMPLES = [
-    "MemSaveConfig",
-    "measure_kept",
-    "patch",
-    *(pytest.param(n, marks=pytest.mark.long) for n in ("estimate", "plan")),
-]
+    "MemSaveConfig", "measure_kept", "patch", *(pytest.param(n, marks=pytest.mark.long) for n in ("estimate", "plan")),
+]  # fmt: skip
 
 
 def functions(path):
@@ -51,12 +48,9 @@ def test_docstrings_of_functions_begin_with_a_verb():
 
 
 def test_no_two_classes_have_one_name():
-    named = collections.defaultdict(list)
-    for path in FILES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                named[node.name].append(path.name)
-    assert not {name: files for name, files in named.items() if len(files) > 1}
+    nodes = [node for path in FILES for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    counts = collections.Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert not {name for name, count in counts.items() if count > 1}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

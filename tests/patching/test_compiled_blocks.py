@@ -22,6 +22,7 @@ from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.integrations.trainer import MemSaveTrainer
 from hf_memsave.patching import compiled
 from hf_memsave.patching.partitioner import Floor
+from support.attacks import WIDTH, Block
 from support.compiled import libraries as libraries
 from support.compiled import saved
 from support.lora import adapted, quantized
@@ -127,28 +128,23 @@ def test_a_checkpointed_block_is_never_compiled_in_one_run_alone(no_codegen):
     blocks.why_not = ""
 
 
-class Count(TrainerCallback):
-    """How many graphs there are after each step."""
-
-    def __init__(self):
-        self.graphs = []
-
-    def on_step_end(self, *_, **__):
-        self.graphs.append(graphs())
-
-
 @pytest.mark.long
 def test_trainer_pads_to_other_lengths_and_compiles_twice_more(no_codegen, tmp_path, caplog):
     """Once for lengths, and once for the last batch, which has fewer rows."""
-    rows = []
+    rows, counts = [], []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            counts.append(graphs())
+
     for number, row in enumerate(Rows("llama")[:-2]):
         cut = {name: x[: 8 + number // 4 % 3] for name, x in row.items() if torch.is_tensor(x)}
         rows.append(cut | {"attention_mask": (torch.arange(len(cut["input_ids"])) > number % 2).long()})
-    model, count = build("llama", SIZE), Count()
     args = arguments(tmp_path, max_steps=-1, num_train_epochs=2, train_sampling_strategy="sequential")
-    trainer = MemSaveTrainer(model, args, train_dataset=rows, memsave={"compile": True}, callbacks=[count])
+    options = {"memsave": {"compile": True}, "callbacks": [Count()]}
+    trainer = MemSaveTrainer(build("llama", SIZE), args, train_dataset=rows, **options)
     trainer.train()
-    assert count.graphs[:2] == [1, 2] and set(count.graphs[1:-1]) <= {2, 3}, count.graphs
+    assert counts[:2] == [1, 2] and set(counts[1:-1]) <= {2, 3}, counts
     losses = logged(trainer)
     assert losses[-1] < losses[0]
     assert "memsave/kept_gib" not in str(trainer.state.log_history)  # nor is anything said of what it frees
@@ -219,19 +215,13 @@ def test_a_compiler_that_is_set_otherwise_is_refused():
 @pytest.mark.long
 def test_rungs_are_those_of_each_block(no_codegen):
     """The first block keeps less than the last, which runs nothing again."""
-    model = patched(build("llama", SIZE), compile=True, checkpoint="gate", layers={"checkpoint": 0.5})
-    kept = []
-
-    def pack(x):
-        kept[-1] += x.numel() * (not isinstance(x, nn.Parameter))
-        return x
-
+    model, kept = patched(build("llama", SIZE), compile=True, checkpoint="gate", layers={"checkpoint": 0.5}), []
     x = torch.randn(SIZE.batch, SIZE.seq, SIZE.hidden, requires_grad=True)
     cos_sin = model.model.rotary_emb(x, torch.arange(SIZE.seq)[None])
     for block in blocks_of(model):
-        kept.append(0)
-        with saved_tensors_hooks(pack, lambda x: x):
+        with saved(block, {}) as sizes:
             block(x, position_embeddings=cos_sin)
+        kept.append(sum(sizes))
     assert kept[0] < 0.6 * kept[1]
 
 
@@ -333,13 +323,8 @@ def test_what_cannot_be_compiled_runs_under_the_tape_and_says_so(why, caplog, mo
     assert why in line and type(blocks_of(model)[0]).__name__ in line
 
 
-class Drops(GradientCheckpointingLayer):
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + F.dropout(F.gelu(self.linear(F.dropout(x, 0.3))), 0.5)
+def drops(block, x):
+    return x + F.dropout(F.gelu(block.f(F.dropout(x, 0.3))), 0.5)
 
 
 @pytest.mark.long
@@ -348,7 +333,7 @@ def test_inductors_own_masks_are_those_of_compiled_stock(libraries):
     results, kept = [], []
     for compile in (lambda model: patch(model, compile=True), compile_stock):
         torch.manual_seed(0)
-        model, x = nn.Sequential(Drops(), Drops()), torch.randn(32, 16, requires_grad=True)
+        model, x = nn.Sequential(Block(drops), Block(drops)), torch.randn(32, WIDTH, requires_grad=True)
         compile(model)
         torch.manual_seed(1)
         kept.append([])

@@ -94,8 +94,7 @@ def test_lora_with_dropout_on_frozen_weights(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
 def test_16_bits_and_autocast(dtype):
     """Also where backward runs within autocast, which would share casts of weights."""
-    model = model_of()
-    model = model if dtype is None else model.to(dtype)
+    model = model_of(dtype=dtype or torch.float32)
     batch = batch_of(model)
     low = None if dtype else torch.bfloat16
     expected = step(model, batch, low=low)
@@ -223,8 +222,7 @@ def test_an_mlp_runs_no_third_time_unless_what_follows_keeps_its_output(name, mo
     stock = cls.forward
     monkeypatch.setattr(cls, "forward", lambda self, x: calls.append(x.shape[1]) or stock(self, x))
     step(model, batch_of(model))
-    rows = [64, 64, 64]
-    assert [n for n in calls if n > 16] == rows * (2 + more)
+    assert [n for n in calls if n > 16] == [64] * 3 * (2 + more)
 
 
 # What mixes rows
