@@ -45,7 +45,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Found:
-    """The changes that a config makes to a model: ``refusals.check`` checks them, ``swap`` makes them.
+    """The changes that a config makes to a model: ``refusals.check`` checks them, ``patch`` makes them.
 
     Attributes:
         sites: A line for each module that is changed, or skipped for a reason.

@@ -1,7 +1,7 @@
 """A content: what a storage held at one version. A ticket: a view of it. Autograd holds either, or another handle.
 
 A content knows two things. *How it was made*: a :class:`Call`, known in forward only and never on the tape. *Where it
-is*: nowhere yet; a ``tensor`` that is kept; or recomputed by ``make(*inputs, **named)``, whose inputs are tickets of
+is*: nowhere yet; a ``tensor`` that is kept; or recomputed by ``make(*inputs, **named)``, whose inputs are handles of
 other contents, codes, or what a hook outside made of the tensor. Every change of mind (a sweep, a freeze before a
 write, a code that is forgotten) replaces the second in place: the holders of tickets do not notice.
 """

@@ -237,14 +237,14 @@ class Storages:
     # Writes
 
     def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Freeze what a call may write to: ``out=``; its first argument, by ``inplace`` or any positional True."""
+        """Freeze what depends on ``out=``, or on the first argument, if ``inplace`` or a positional True is given."""
         if kwargs and (out := kwargs.get("out")) is not None:
             self._before_write_of(out)
         if (kwargs and kwargs.get("inplace")) or any([a is True for a in args]):
             self._before_write_of(args[0] if args else kwargs.get("input"))
 
     def before_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Freeze the arguments that an op of ``torch.ops`` is about to write to."""
+        """Freeze what depends on the arguments that an op of ``torch.ops`` is about to write to."""
         for place, name in written_by(op):
             self._before_write_of(args[place] if place < len(args) else (kwargs or {}).get(name))
 

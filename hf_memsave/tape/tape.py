@@ -8,8 +8,7 @@ Rules, each with an example in ``tests/tape/test_rules.py``:
 1. A handle gives the packed tensor's bits and geometry in every backward, or raises; a code, what backward needs.
 2. A content belongs to one hook context: nothing crosses from one checkpointed block into the next. Its owner is the
    lock of a tape, and a tape within another one links its contents by a mark of its own (storage.py).
-3. A call that is not asked for outlives its block by one, if the block returns what it led to, or that is kept
-   (blocks.py).
+3. A call that is not asked for outlives its block by one, if the block returns or keeps what it led to (blocks.py).
 4. A storage's link to a content is strong while that is nowhere yet, and for two blocks once it is to be recomputed;
    else it is weak (storage.py).
 5. What autograd holds refers to no :class:`Tape`, and has no graph of its own (content.py).

@@ -70,9 +70,10 @@ def test_linears_do_not_run_again_where_zero3_takes_their_weights_away(rung, lla
 def test_a_traced_part_is_refused():
     part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()
     for traced in (torch.jit.trace(part, torch.randn(2, 4)), torch.fx.symbolic_trace(part), torch.jit.script(part)):
-        for model in (nn.ModuleDict({"inner": traced}), traced):
+        for name, model in {"inner": nn.ModuleDict({"inner": traced}), "the model": traced}.items():
+            said = f"^{name} is a .*traced, scripted or exported.*Patch the model that"
             for config in ({}, {"linear": WTACRS(attention=True)}):
-                with pytest.raises(PatchError, match="is a .*traced, scripted or exported.*Patch the model that"):
+                with pytest.raises(PatchError, match=said):
                     patch(model, **config)
 
 

@@ -16,7 +16,7 @@ from support.helpers import is_remade
 CALLS, MOST_WORK, SPAN = calls, storage.MOST_WORK, decide.SPAN
 #: What gives a tensor once in a backward; and the module where it asks which backward runs, on which stream.
 OnDemand, HANDLES = Content, content
-#: What a tape does for a model, and where: recorded, packed, recomputed and made again.
+#: What a tape does for a model, and where: records, packs, decides to recompute, and recomputes.
 COUNTED = (Tape, "record"), (Tape, "pack"), (Tape, "recompute"), (Content, "_made")
 
 

@@ -14,7 +14,7 @@ from support.zoo import Size, batch_for, build
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA's dropout is another function")
 
 #: At most so many calls of Python functions in forward and in backward, and calls recorded, tensors packed, contents
-#: recomputed at once and made again.
+#: that are to be recomputed, and that were.
 LIMITS = {
     "bert": (435, 63, 5, 28, 3, 3),
     "gpt2": (766, 124, 14, 27, 12, 12),

@@ -86,7 +86,7 @@ def test_rule_6_earlier_forwards_decide_which_calls_are_recorded_and_no_bit(x, w
     assert all(torch.equal(gradients[0], other) for other in gradients) and recorded == [3, 3, 2]
 
 
-def test_rule_7_where_a_parameters_bytes_are_decides_nothing(x, w):
+def test_rule_7_where_a_parameters_bytes_are_decides_nothing(w):
     with Tape(FRAME) as tape:
         y = w.double()
         before = cost(tape, y)

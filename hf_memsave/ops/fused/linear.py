@@ -105,7 +105,7 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
     """Tell the next linears that x in autocast's dtype is ``low``.
 
-    The call that ``made`` it is recorded when one takes it: maybe in the next block, where these records are gone.
+    The call that ``made`` it is recorded when one takes it: maybe in the next block, where these calls are forgotten.
     """
     versions = [] if made is None else [argument._version for argument in made[1]]
     tape.memo[give_low] = weakref.ref(x), Low(low, x._version), made, versions
@@ -115,8 +115,8 @@ def _input(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x̃ (x in autocast's dtype), shared by consecutive linears of x."""
     ref, known, made, versions = tape.memo.get(give_low, (None, None, None, None))
     if ref is not None and ref() is x and known.is_of(x, dtype):
-        record = tape.content_of(x)
-        if tape.owns(record) and not record.is_unversioned:
+        content = tape.content_of(x)
+        if tape.owns(content) and not content.is_unversioned:
             if made is not None:
                 if versions == [argument._version for argument in made[1]]:
                     tape.record(known.tensor, *made)

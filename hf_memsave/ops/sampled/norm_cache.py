@@ -39,7 +39,7 @@ class LayerNorms:
 
     def __init__(self, device: torch.device) -> None:
         self.start = torch.empty(0, device=device)  # P, fp32 [longest sequence]; -1 where nothing was seen
-        self.end = torch.empty(0, device=device)  # Q, likewise
+        self.end = torch.empty(0, device=device)  # Q, fp32 [longest sequence]; -1 where nothing was seen
         self.reference = torch.zeros((), device=device)  # the first batch's mean squared norm; divides samples'
         self.pads = torch.zeros((), dtype=torch.int8, device=device)
         self.samples = torch.empty(0, dtype=torch.uint8, device=device)  # 0: not seen; empty until one is
