@@ -8,7 +8,6 @@ TRL's do, or drop other keywords.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -85,8 +84,10 @@ def teach_trainers(module: Any) -> None:
 
 
 def _teach_subclass(cls: type) -> None:
+    from inspect import signature  # which importing hf_memsave need not wait for
+
     own = vars(cls).get("__init__")
-    if isinstance(own, FunctionType) and "memsave" not in (taken := inspect.signature(own).parameters):
+    if isinstance(own, FunctionType) and "memsave" not in (taken := signature(own).parameters):
         wrap(cls, "__init__", partial(_make_trainer, any(p.kind is p.VAR_KEYWORD for p in taken.values())))
 
 
