@@ -186,7 +186,15 @@ def site(tmp_path_factory):
     """The site, built in a copy of what it is built from."""
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "mkdocs.yml"):
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "CITATION.cff",
+        "LICENSE",
+        "mkdocs.yml",
+    ):
         shutil.copy(ROOT / name, folder / name)
     leave = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("docs", "notebooks", "configs", "scripts", "hf_memsave"):

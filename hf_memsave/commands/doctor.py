@@ -6,7 +6,7 @@ import argparse
 import platform
 import sys
 from importlib.metadata import distributions, requires
-from typing import Any
+from importlib.resources import files
 
 import torch
 from packaging.requirements import Requirement
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             console.print(
                 sites_table(report.counts),
                 f"{report.covered}, {counted(others, 'other module')} patched, {len(report.skipped)} skipped.",
-                "Functions are recorded in all that runs inside: what that frees, `memsave report` measures.", sep="\n",
+                "Every function that runs inside is recorded: `memsave report` measures what that frees.", sep="\n",
             )  # fmt: skip
         except PatchError as error:
             problems.append(f"{args.model}: {error.on_command_line}")
@@ -57,7 +57,8 @@ def versions() -> tuple[dict[str, str], list[str]]:
     """Return each package's version with what hf_memsave needs, ours and Python's first; and the problems found."""
     wanted, problems = [Requirement(text) for text in requires("hf_memsave") or ()], []
     needed = {one.name: one.specifier for one in wanted if one.specifier and one.marker is None}
-    found = {"hf_memsave": __version__, "python": platform.python_version()}
+    kernels = (files("hf_memsave") / "_vendor/memsave_kernels/VERSION").read_text().strip()
+    found = {"hf_memsave": __version__, "memsave_kernels": kernels, "python": platform.python_version()}
     for name in _PACKAGES:
         installed = next((one.version for one in distributions(name=name)), _MISSING)
         found[name] = torch.__version__ if name == "torch" else installed  # with its build: "+cu130"
@@ -71,7 +72,7 @@ def versions() -> tuple[dict[str, str], list[str]]:
 def devices() -> dict[str, str]:
     """Return the name of each device and what it can compute."""
     bf16 = {True: "native", False: "emulated, slow"}
-    cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    cpu: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     is_native = any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
     name = cpu.get("cpu_name", platform.machine())
     found = {"cpu": f"{name}, {counted(torch.get_num_threads(), 'thread')}, bf16 {bf16[is_native]}"}

@@ -192,6 +192,8 @@ def test_doctor_prints_versions_and_devices_and_which_packages_are_too_old_or_mi
     status, lines, error = call_doctor(capsys)
     assert (status, error) == (0, "")
     assert ["hf_memsave", hf_memsave.__version__] in lines
+    kernels = Path(hf_memsave.__file__).parent / "_vendor" / "memsave_kernels" / "VERSION"
+    assert ["memsave_kernels", kernels.read_text().strip()] in lines
     bounds = dict(one.split(">=") for one in requires("hf_memsave") if ">=" in one and ";" not in one)
     for name, installed in {"torch": torch.__version__, "transformers": version("transformers")}.items():
         assert [name, installed, "(needs", f">={bounds[name]})"] in lines
