@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.inputs import load_inputs
-from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, write_figures
+from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, freed, write_figures
 from hf_memsave.config.sizes import gib
 from hf_memsave.errors import CommandError
 from hf_memsave.measure import step
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             with console.status("Running ..."):
                 found = step.compare_step(model, batch, memsave, autocast=DTYPES.get(args.autocast))
     except step.StockStepError as error:
-        without = " Leave --deterministic out if an op has no such algorithm." if args.deterministic else ""
+        without = " Leave --deterministic out if an op has no deterministic algorithm." if args.deterministic else ""
         raise CommandError(f"{error} {GIVE_ANOTHER_BATCH}{without}") from error
     except step.PatchedStepError as error:
         print(f"memsave verify: {' '.join(str(error).split())}", file=sys.stderr)
@@ -55,7 +55,7 @@ def _tables(found: step.StepComparison) -> list[Table]:
     count = len(found.gradients)
     table.add_row("gradients", "", "", f"{count - len(different)} of {count} equal to the bit")
     stock, patched = found.stock.total, found.patched.total
-    table.add_row("kept", gib(stock), gib(patched), f"{stock / max(patched, 1):.2f}x less")
+    table.add_row("kept for backward", gib(stock), gib(patched), freed(stock, patched, " freed"))
     worst = Table("worst gradients", "relative L2 distance", box=box.SIMPLE_HEAD)
     for difference in different[:5]:
         worst.add_row(difference.name, str(difference))
@@ -65,25 +65,22 @@ def _tables(found: step.StepComparison) -> list[Table]:
 def _verdict(found: step.StepComparison) -> tuple[str, str]:
     """Return how the steps compare, in a sentence, and what may have caused a difference."""
     limit, count, expected, order = f"{found.tolerance:.1e}", len(found.gradients), "equal bits", ""
-    if found.is_tiled:
-        expected = f"less than {limit}, as of sums in another order"
-        order = "modules that run in rows sum the gradients of weights, in fp32, in another order than stock. The loss "
-        order += f"is {found.loss}."
+    if found.reordered:
+        expected = f"less than {limit}, as sums in another order give"
+        order = f"{found.reordered} in another order, in fp32. The loss is {found.loss}."
     elif found.tolerance:
         expected = f"less than {limit}, {step.DISTANCES} times stock's own distance from itself"
-        order = "kernels add in no fixed order, and stock run twice differs from itself by up to "
-        order += f"{found.repeat:.1e}, of which {step.DISTANCES} times are allowed. --deterministic asks for equal "
-        order += "bits."
+        order = f"kernels add in no fixed order, and stock run twice differs from itself by up to {found.repeat:.1e}; "
+        order += f"{step.DISTANCES} times that is allowed. --deterministic demands equal bits."
     if all(d.equal for d in (found.loss, *found.gradients)):
         return f"Equal to the last bit: the loss and all {count} gradients.", ""
     if not found.differing:
         return f"Equal within {limit}: {order}", ""
     worst, has_loss = found.differing[0], found.loss in found.differing
     causes = (
-        f"{worst.name} differs by {worst}; expected {expected}. Look first for code in the model that "
-        "writes to an activation through NumPy or a pointer: nothing can see that, and what is computed again from "
-        "that activation is then wrong. Write with torch, or to a copy. Under autocast, bits may also differ where "
-        "docs/limits.md says so (What is exact). Otherwise please report this, with the versions that `memsave doctor` "
-        "prints."
+        f"{worst.name} differs by {worst}; expected {expected}. Last bits differ under autocast where docs/limits.md "
+        "says so (What is exact). Else look for code in the model that writes to an activation through NumPy or a "
+        "pointer: hf_memsave cannot see that, and what it computes again from that activation is then wrong. Write "
+        "with torch, or to a copy. Otherwise please report this, with the versions that `memsave doctor` prints."
     )
     return f"Different: {len(found.differing) - has_loss} of {count} gradients{' and the loss' * has_loss}.", causes

@@ -7,7 +7,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -28,8 +28,8 @@ from hf_memsave.patching.swap import set_class
 DISTANCES = 2
 #: The largest distance between stock's two runs for a comparison to be meaningful, with 32-bit and 16-bit numbers.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
-#: The distance allowed with 32-bit numbers where modules run in rows, over which weight gradients are summed.
-TILES_TOLERANCE = 2.0**-16
+#: The distance allowed with 32-bit numbers where parts of a sum are added in another order.
+ORDER_TOLERANCE = 2.0**-16
 #: A variable that cuBLAS reads once in a process, and the values under which its sums have a fixed order.
 _VARIABLE, _VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
@@ -63,7 +63,7 @@ class StepComparison:
     gradients: tuple[Difference, ...]
     repeat: float  # the largest distance between stock's two runs; zero on CPU
     tolerance: float  # the distance allowed: DISTANCES times ``repeat``; where that is zero, bits must be equal
-    is_tiled: bool = False  # sums in another order are allowed as well
+    reordered: str = ""  # what adds in another order, which is allowed as well
     stock: Kept
     patched: Kept
 
@@ -81,10 +81,10 @@ def compare_step(
     """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
 
     Bits must be equal on CPU, under :func:`deterministic_kernels`, and wherever stock repeats itself; elsewhere on CUDA
-    :data:`DISTANCES` times the distance of stock's two runs is allowed. Where modules run in rows, weight gradients are
-    summed in another order: :data:`TILES_TOLERANCE` is allowed, or :data:`HALF_TOLERANCE` with 16-bit numbers. The
-    model, which returns a loss or a mapping with one, runs in its current mode and is restored afterwards, as are the
-    process's default random generators: what another thread draws from them meanwhile is drawn again.
+    :data:`DISTANCES` times the distance of stock's two runs is allowed. Where modules run in rows, or the loss in parts
+    and its step with ``loss="stock"`` has these bits, :data:`ORDER_TOLERANCE` is allowed, or :data:`HALF_TOLERANCE`
+    with 16-bit numbers. The model, which returns a loss or a mapping with one, runs in its current mode and is restored
+    afterwards, as are the process's default random generators: what another thread draws meanwhile is drawn again.
 
     Returns:
         Losses, gradients and kept bytes, compared.
@@ -120,24 +120,28 @@ def compare_step(
         most = 0.0 if asks_bits else HALF_TOLERANCE if half else TOLERANCE
         if not repeat.equal and repeat.relative >= most:
             raise MeasureError(
-                f"stock does not repeat itself: run twice from one seed, {repeat.name} differs by "
-                f"{repeat}. Expected {f'less than {most:g}' if most else 'equal bits'}. Take state and "
-                "random numbers of its own out of the model's forward, or, if a kernel adds in no fixed order, "
+                f"stock does not repeat itself: run twice from one seed, {repeat.name} differs by {repeat}. Expected "
+                f"{f'less than {most:g}' if most else 'equal bits'}. Take state and random numbers out of the model's "
+                "own forward, or, if a kernel adds in no fixed order, "
                 f"{'set OMP_NUM_THREADS=1' if device == 'cpu' else 'use deterministic kernels'}."
             )
-        stock_kept = measure_kept(model, batch, forward)
-        is_tiled = patch(model, config).config.checkpoint == "tiles"
+        stock_kept, allowed = measure_kept(model, batch, forward), DISTANCES * repeat.relative
+        report = patch(model, config)
+        reordered = "modules that run in rows add gradients of weights" if report.config.checkpoint == "tiles" else ""
         try:
             patched = run()
             patched_kept = measure_kept(model, batch, forward)
+            if report.step.is_loss_chunked:
+                patch(model, replace(report.config, loss="stock"), replace=True)
+                if all(d.equal or d.relative < allowed for d in _differences(stock, run())):
+                    reordered = "the loss in chunks (above 128 MiB of logits; with loss='stock' bits are equal) adds"
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise PatchedStepError(f"the patched step failed, where stock's did not: {reason}") from error
+            raise PatchedStepError(f"only the patched step failed: {type(error).__name__}: {error}") from error
     loss, *gradients = _differences(stock, patched)
-    in_rows = (HALF_TOLERANCE if half else TILES_TOLERANCE) if is_tiled else 0.0
+    in_order = (HALF_TOLERANCE if half else ORDER_TOLERANCE) if reordered else 0.0
     return StepComparison(
         losses=(stock["loss"].item(), patched["loss"].item()), loss=loss, gradients=tuple(gradients),
-        repeat=repeat.relative, tolerance=max(DISTANCES * repeat.relative, in_rows), is_tiled=is_tiled,
+        repeat=repeat.relative, tolerance=max(allowed, in_order), reordered=reordered,
         stock=stock_kept, patched=patched_kept,
     )  # fmt: skip
 

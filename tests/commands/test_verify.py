@@ -73,7 +73,7 @@ def test_verify_of_saved_weights_prints_what_compare_step_found_in_all_layers(tm
     count = len(list(model.parameters()))
     assert f"gradients {count} of {count} equal to the bit" in output
     assert found.stock == hf_memsave.measure_kept(model, batch) and 0 < found.patched.total < found.stock.total
-    assert f"kept {gib(found.stock.total)} {gib(found.patched.total)}" in output
+    assert f"kept for backward {gib(found.stock.total)} {gib(found.patched.total)}" in output
     status, _, error = verify(capsys, tmp_path / "saved", "--layers", 1)
     assert status == 2 and "--layers: expected random weights" in error
 
@@ -86,7 +86,7 @@ def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_
         status, output, error = verify(capsys, deep, *more)
         assert (status, error) == (0, "")
         few = BertForSequenceClassification(AutoConfig.from_pretrained(deep, num_hidden_layers=layers))
-        asks = "parameters in 7 layers. Compared are 2 layers of that width, " in output and "--layers N" in output
+        asks = "parameters in 7 layers. Compared: 2 layers of that width, " in output and "--layers N" in output
         assert asks == (layers == 2)
         count = sum(p.numel() for p in few.parameters())
         assert f"{count / 1e6:.1f} M parameters" in output and f"all {len(list(few.parameters()))} gradients" in output
@@ -142,6 +142,26 @@ def test_verify_sees_a_wrong_gradient_and_names_a_write_as_a_possible_cause(bert
     assert "through NumPy or a pointer" in error and error.count("\n") == 1
 
 
+def test_a_loss_in_chunks_is_equal_up_to_the_order_of_sums_and_a_fault_is_seen_there(tmp_path, capsys, monkeypatch):
+    config_of("llama", Size(layers=1), vocab_size=32_800).save_pretrained(tmp_path / "llama")
+    command = tmp_path / "llama", "--batch-size=2", "--seq-len=520", "--json", tmp_path / "found.json"
+    status, output, error = verify(capsys, *command)
+    assert (status, error) == (0, "") and "Equal within 1.5e-05: the loss in chunks" in output
+    assert "with loss='stock' bits are equal" in output
+    assert not all(one["equal"] for one in json.loads((tmp_path / "found.json").read_text())["gradients"])
+    hf_memsave.MemSaveConfig(loss="stock").to_file(tmp_path / "stock.yaml")
+    assert "Equal to the last bit" in verify(capsys, *command, "--memsave", tmp_path / "stock.yaml")[1]
+    patch = step.patch
+
+    def wrong_patch(model, config, **options):
+        model.model.norm.weight.register_hook(partial(torch.mul, 1 + 1e-6))  # below what another order gives
+        return patch(model, config, **options)
+
+    monkeypatch.setattr(step, "patch", wrong_patch)
+    status, output, error = verify(capsys, *command)
+    assert status == 1 and "expected equal bits" in error and "Different: " in output
+
+
 def test_of_the_gradients_that_differ_those_that_differ_most_are_shown(bert, capsys, monkeypatch):
     patch, planted = step.patch, []
 
@@ -187,4 +207,4 @@ def test_a_write_after_the_forward_fails_the_patched_step_alone(bert, capsys, mo
     status, output, error = verify(capsys, bert)
     handle.remove()
     assert (status, output) == (1, "")
-    assert "the patched step failed, where stock's did not: KeptTensorChangedError" in error
+    assert "only the patched step failed: KeptTensorChangedError" in error
