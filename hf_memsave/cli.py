@@ -17,13 +17,13 @@ from hf_memsave.errors import MemSaveError
 
 #: Command -> its line in the help. Each is a module of :mod:`hf_memsave.commands` with ``run``.
 COMMANDS = {
-    "report": "what would be patched in a model, and what it keeps, from its config alone",
+    "report": "what patch() changes in a model, and what a step keeps, from the config alone",
     "estimate": "whether a training step fits a GPU, from the config alone: no weights, no GPU",
     "plan": "the cheapest setting whose training step fits a GPU: no weights, no GPU",
     "demo": "train a small BERT and a small LLaMA, stock and patched, and compare",
-    "verify": "one training step of your model and batch, stock and patched, compared to the bit",
+    "verify": "one training step of your model and batch, stock and patched, compared bit by bit",
     "auto": "what to convert in your model, for your batch and your memory",
-    "doctor": "versions and devices; what would be patched in a model, and what not and why",
+    "doctor": "versions and devices; what patch() changes in a model, and what not and why",
 }
 
 
@@ -31,7 +31,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Show the help, or run one command; return 0, or 1 if its check failed, or 2 if it cannot do what was asked."""
     argv = list(sys.argv[1:] if given is None else given) or ["--help"]
     parser = argparse.ArgumentParser(
-        prog="memsave", description="Fine-tune Hugging Face models keeping a fraction of the activation memory."
+        prog="memsave", description="Fine-tune Hugging Face models with less activation memory."
     )
     parser.add_argument("--version", action="version", version=f"hf_memsave {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -58,7 +58,7 @@ def main(given: Sequence[str] | None = None) -> int:
         wrong = " ".join(error.on_command_line.split())
     except OSError as error:
         wrong = f"expected to read or write {error.filename or 'standard output'}, got: {error.strerror or error}. "
-        wrong += "Make room there, or name another place."
+        wrong += "Make room there, or name another file."
         if given is None and error.filename is None:  # what cannot be printed would be tried again as the process ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     print(f"memsave {argv[0]}: error: {wrong}", file=sys.stderr)

@@ -266,6 +266,8 @@ def test_presets_are_configs_and_know_whether_they_are_exact():
     for name in ("exactly", "", "../presets/exact", "exact.yaml"):
         with pytest.raises(ConfigError, match="unknown preset .*: expected one of 'exact', .*'block', 'tiles', or a"):
             MemSaveConfig.preset(name)
+    with pytest.raises(ConfigError, match="Did you mean 'gate'?"):
+        MemSaveConfig.preset("gat")
 
 
 @pytest.mark.parametrize("rung", RUNGS)

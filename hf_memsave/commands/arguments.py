@@ -31,26 +31,26 @@ _INPUTS = "model --batch --batch-size --seq-len --dtype --autocast --device"  # 
 COMMANDS = {
     "report": (
         f"model --batch {_CONFIG} --batch-size --seq-len --dtype --autocast --lora --layers --json",
-        "Lists the sites that patch() finds in a model, and counts what one training step on a CUDA GPU keeps between "
-        "forward and backward, stock beside patched. Needs the configuration alone: no weights, no GPU. Of a text "
-        "model a few layers run on a stand-in for a CUDA device, and further ones are taken to be like those; any "
-        "other model runs whole, on images or sound of the sizes in its configuration, or on a batch of yours.",
+        "Lists the modules that patch() changes in a model, and counts what one training step on a CUDA GPU keeps for "
+        "backward, stock beside patched. It needs the configuration alone: no weights, no GPU. A few layers of a text "
+        "model run on a stand-in for a CUDA device, and further layers are taken to be like them. Any other model runs "
+        "whole, on images or sound of the sizes in its configuration, or on your batch.",
     ),
     "estimate": (
         f"model {_CONFIG} {_STEP} --memory --check --html --json",
         "Estimates the peak memory of a training step on a CUDA GPU, stock beside patched. A few layers run on a "
-        "stand-in for a CUDA device, where every byte is counted; the full depth follows from them. Not modelled: "
-        "fragmentation, and buffers of communication.",
+        "stand-in for a CUDA device, where every byte is counted; the full depth follows from them. It leaves out "
+        "fragmentation and communication buffers.",
     ),
     "plan": (
         f"model --budget --memsave --main-memory {_STEP} --out --json",
-        "Finds how many layers have to run how much again in backward, and whether to offload, for a training step to "
-        "fit, and writes the configuration. It estimates as memsave estimate does.",
+        "Finds the cheapest setting whose training step fits: what runs again in backward, in how many layers, and "
+        "whether to offload. It estimates as memsave estimate does; --out writes the configuration.",
     ),
     "demo": (
         "--steps|--quick --out",
         "Trains a small BERT and a small LLaMA from random weights with transformers.Trainer on the CPU, each stock "
-        "and patched from the same seed, and compares losses, accuracy, kept memory and time. Exit status 1 if a loss "
+        "and patched from the same seed, and compares losses, accuracy, memory kept and time. Exit status 1 if a loss "
         "or a weight differs in a single bit.",
     ),
     "verify": (
@@ -63,9 +63,9 @@ COMMANDS = {
     "auto": (
         f"{_INPUTS} --smart|--fast --memory {_CONFIG} --max-batch --out --json",
         "Tries a model, stock and converted, on a batch, and writes the configuration it found. --smart keeps the "
-        "batch and converts as few blocks of each kind as it takes to fit; --fast asks whether converting everything "
-        "pays, by the larger batch that then fits. Memory is counted: what is kept between forward and backward, "
-        "parameters, gradients, and AdamW's state; leave room for what backward computes and drops again.",
+        "batch, and converts as few blocks of each kind as make it fit. --fast converts everything, if the larger "
+        "batch that then fits trains faster. The memory counted is what is kept for backward, parameters, gradients "
+        "and AdamW's states; leave room for what backward computes and drops again.",
     ),
     "doctor": (
         f"model {_CONFIG}",
@@ -103,22 +103,21 @@ def check(args: argparse.Namespace) -> None:
     """Raise an error for options that do not go together, or for a model that does not exist."""
     get = vars(args).get
     if args.command != "demo" and memsave_of(args).compile and args.command not in ("report", "doctor"):
-        raise CommandError("expected blocks that run op by op, got compile. Leave it out: compiled, they keep as much.")
+        raise CommandError("expected blocks that run op by op, got compile. Leave it out: they keep about as much.")
     if get("autocast") and args.dtype not in (None, "fp32"):
-        raise CommandError(f"--autocast computes with fp32 weights, got --dtype {args.dtype}. Leave one out.")
+        raise CommandError(f"--autocast: expected fp32 weights, got --dtype {args.dtype}. Leave one out.")
     if get("quantized") and not args.lora:
-        raise CommandError("--quantized freezes the model: expected --lora. Add --lora r=8, or leave it out.")
+        raise CommandError("--quantized: expected --lora, as it freezes the model, got none. Add --lora r=8.")
     if get("check") and args.devices > 1:
-        raise CommandError(f"--check runs the step on one device, got --devices {args.devices}. Leave one out.")
+        raise CommandError(f"--check: expected one device, got --devices {args.devices}. Leave one out.")
     if get("batch") and not args.batch.is_file():
-        expected = "Expected tensors by name, as torch.save(dict(batch), ...) writes."
-        raise CommandError(f"{args.batch}: no such file. {expected}")
+        raise CommandError(f"{args.batch}: no such file. Expected tensors by name, as torch.save writes.")
     if get("batch") and (args.batch_size or args.seq_len):
-        raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
+        raise CommandError("--batch: expected the file's own sizes, got --batch-size or --seq-len. Leave one out.")
     if get("max_batch") and not args.fast:
-        raise CommandError("--max-batch limits the batches of --fast, got --smart. Add --fast, or leave it out.")
+        raise CommandError("--max-batch: expected --fast, got --smart (the default). Add --fast, or leave it out.")
     if args.command == "auto" and args.memory is None and args.device == "cpu":
-        raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Say how much there is.")
+        raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Give the limit.")
     if (name := get("model")) is not None:
         refuse_missing(name, "config.json", *["adapter_config.json"] * (args.command in ("verify", "auto")))
         if "/" in name and not Path(name).exists():  # without one, it may be a model type
@@ -176,50 +175,47 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL_OR_CONFIG",
               "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub"},
     "--memsave": {"metavar": "PRESET", "default": "exact", "help": "a preset or YAML file (%(default)s)"},
-    "--checkpoint": {"choices": RUNGS, "help": "what of each block runs again in backward: each in turn frees more, "
-                     "and takes more time"},
+    "--checkpoint": {"choices": RUNGS, "help": "what runs again in backward: each in turn frees more and takes longer"},
     "--tiles": {"type": lambda text: text if text == "auto" else _number(text), "metavar": "N|auto",
-                "help": "run blocks again, MLPs on so many tokens of each sequence at a time (auto: 4096 of all)"},
-    "--offload": {**_FLAG, "help": "what is still kept goes to main memory (for CUDA)"},
-    "--compile": {**_FLAG, "help": "compile each repeated block by itself"},
+                "help": "run blocks again, MLPs on N tokens of each sequence at a time (auto: 4096 of all)"},
+    "--offload": {**_FLAG, "help": "move what is still kept to main memory (for CUDA)"},
+    "--compile": {**_FLAG, "help": "compile each repeated block on its own"},
     "--batch": {"type": Path, "metavar": "FILE",
-                "help": "what the forward takes, tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"},
+                "help": "the forward's tensors by name: torch.save, .safetensors, .json, .jsonl (an example a line)"},
     "--batch-size": {**_NUMBER, "help": f"sequences on each device ({BATCH_SIZE})"},
     "--seq-len": {**_NUMBER, "help": f"tokens in each ({SEQ_LEN}, or as many as the model takes)"},
-    "--dtype": {"choices": ["bf16", "fp16", "fp32"], "help": "of the weights (bf16; with --autocast fp32)"},
+    "--dtype": {"choices": ["bf16", "fp16", "fp32"], "help": "dtype of the weights (bf16; with --autocast fp32)"},
     "--autocast": {"choices": ["bf16"], "help": "compute in bf16 with fp32 weights (Trainer's bf16=True)"},
     "--optimizer": {"choices": ["adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum"],
-                    "default": "adamw", "help": "(%(default)s)"},
+                    "default": "adamw", "help": "the optimizer (%(default)s)"},
     "--lora": {"type": _lora, "metavar": "r=16,dropout=0.05",
                "help": "train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj "
                "(all-linear), dtype=fp32|model (fp32, PEFT's default), dora=true"},
-    "--quantized": {"choices": ["nf4"], "help": "with --lora, a base in 4 bits (QLoRA)"},
+    "--quantized": {"choices": ["nf4"], "help": "with --lora, a model in 4 bits (QLoRA)"},
     "--checkpointing": {**_FLAG, "help": "with gradient checkpointing"},
-    "--accumulation": {**_NUMBER, "default": 1, "help": "batches a step (%(default)s)"},
-    "--attention": {"choices": ["flash", "efficient", "cudnn", "eager"], "default": "flash", "help": "(%(default)s)"},
+    "--accumulation": {**_NUMBER, "default": 1, "help": "batches in each step (%(default)s)"},
+    "--attention": {"choices": "flash efficient cudnn eager".split(), "default": "flash", "help": "kernel (flash)"},
     "--padded": {**_FLAG, "help": "the batch comes with an attention mask"},
     "--holds-output": {**_FLAG, "help": "the loop holds the logits in backward (Trainer does not)"},
     "--devices": {**_NUMBER, "default": 1, "help": "how many GPUs train together (%(default)s)"},
-    "--sharding": {"choices": ["ddp", "zero1", "zero2", "fsdp"], "default": "ddp",
-                   "help": "over the GPUs (%(default)s)"},
-    "--layers": {**_NUMBER, "help": "the depth, instead of the configuration's own"},
+    "--sharding": {"choices": ["ddp", "zero1", "zero2", "fsdp"], "default": "ddp", "help": "over GPUs (%(default)s)"},
+    "--layers": {**_NUMBER, "help": "number of layers, instead of the configuration's own"},
     "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "where to run (%(default)s)"},
-    "--deterministic": {**_FLAG, "help": "ask for equal bits on CUDA too: under PyTorch's deterministic algorithms, "
-                        "attention as products of matrices"},
+    "--deterministic": {**_FLAG, "help": "demand equal bits on CUDA too, by PyTorch's deterministic algorithms"},
     "--memory": {"help": f"the limit (on CUDA: nine tenths of what the device has left); {_UNITS}"},
-    "--budget": {"required": True, "help": f"what there is: {_UNITS}"},
-    "--main-memory": {"help": "what offload may take, such as 64GiB (any amount)"},
-    "--smart": {**_FLAG, "help": "as few conversions as it takes (this is the default)"},
-    "--fast": {**_FLAG, "help": "everything, or nothing where that trains faster"},
+    "--budget": {"required": True, "help": f"memory of each GPU: {_UNITS}"},
+    "--main-memory": {"help": "main memory that offload may take, such as 64GiB (any amount)"},
+    "--smart": {**_FLAG, "help": "convert as little as makes the batch fit (this is the default)"},
+    "--fast": {**_FLAG, "help": "convert everything, or nothing where that trains faster"},
     "--max-batch": {**_NUMBER, "help": "with --fast, the largest batch to try"},
-    "--steps": {**_NUMBER, "default": 240, "help": "so many steps (%(default)s)"},
+    "--steps": {**_NUMBER, "default": 240, "help": "number of training steps (%(default)s)"},
     "--quick": {"action": "store_const", "dest": "steps", "const": 70, "help": "%(const)s steps"},
     "--check": {**_FLAG, "help": "run the step on this machine's GPU, and compare"},
     "--html": {"type": partial(picture, suffixes=(".html", ".htm")), "metavar": "FILE",
                "help": "write a page with pictures and explanations, all in one file"},
     "--out": {"type": _output, "metavar": "FILE", "help": "write the configuration, as YAML or .json"},
     "--json": {"type": lambda text: STANDARD_OUTPUT if text == "-" else _output(text), "metavar": "FILE",
-               "help": "write every figure, in bytes; - for standard output, where nothing else is then written"},
+               "help": "write every figure, in bytes; - writes to standard output, and nothing else goes there"},
 }  # fmt: skip
 for _name in ("--memory", "--budget", "--main-memory"):
     OPTIONS[_name] |= {"type": partial(bytes_of, name=_name), "metavar": "SIZE"}
@@ -228,17 +224,17 @@ _LOADED: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL",
               "help": "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a "
               "config.json or a model type (bert, llama, ...)"},
-    "--dtype": {"help": "of the weights (as saved; with --autocast fp32)"},
+    "--dtype": {"help": "dtype of the weights (as saved; with --autocast fp32)"},
 }  # fmt: skip
 #: Command -> what differs from OPTIONS.
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "estimate": {"--memsave": {"help": "the preset or YAML file to estimate beside stock (%(default)s)"},
                  "--autocast": _HALVES,
-                 "--memory": {"help": f"what there is: says whether it fits, and what would; {_UNITS}"}},
+                 "--memory": {"help": f"memory of each GPU, to tell whether the step fits and what would; {_UNITS}"}},
     "plan": {"--memsave": {"help": "a preset or YAML file to begin with (%(default)s)"}, "--autocast": _HALVES},
     "demo": {"--out": {"type": picture, "metavar": "PNG",
                        "help": "the picture to write (demo.png, if matplotlib is installed)"}},
-    "verify": {**_LOADED, "--layers": {"help": "with random weights, the depth (all layers, or 2 of too many)"}},
+    "verify": {**_LOADED, "--layers": {"help": "number of layers, with random weights (all, or 2 of too many)"}},
     "auto": {**_LOADED, "--memsave": {"help": "a preset or YAML file: what to convert to (%(default)s)"}},
     "doctor": {"model": {"nargs": "?"}},
 }  # fmt: skip

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from hf_memsave import Kept, measure_kept, patch
 from hf_memsave.commands.arguments import picture
-from hf_memsave.commands.options import console_of
+from hf_memsave.commands.options import console_of, freed
 from hf_memsave.config.files import write
 from hf_memsave.config.sizes import MIB
 from hf_memsave.tape.kinds import KINDS_OF_OPS
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print("No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'")
     found = {name: where for name, pair in runs.items() if (where := difference(*pair))}
-    please = "Please report this, with the versions of torch and transformers."
+    please = "Please report this, with the versions that `memsave doctor` prints."
     for name, where in found.items():
         print(f"memsave demo: {name}: {where}. Expected equal bits. {please}", file=sys.stderr)
     if not found:
@@ -160,20 +160,20 @@ def unlearned(runs: dict[str, tuple[Run, Run]], task: Task, steps: int) -> list[
             lines.append(
                 f"{name} has not learned this: it is right in {stock.accuracy:.1%} of {len(task.dev)} dev examples "
                 f"(standard error {error:.1%}), and the most frequent answer in {task.majority:.1%}. {steps} steps "
-                "from random weights are too few; what is compared is bits, bytes and time."
+                "from random weights are too few; the comparison of bits, bytes and time holds."
             )
     return lines
 
 
 def results_table(runs: dict[str, tuple[Run, Run]], task: Task) -> Table:
     """Return a table with two rows for each model: stock, and patched below it."""
-    headers = ("final loss", "dev accuracy", "majority", "kept MiB", "ratio", "s/step")
+    headers = ("final loss", "dev accuracy", "majority", "kept for backward, MiB", "freed of that", "s/step")
     table = Table("model", "run", *(Column(header, justify="right") for header in headers), box=box.SIMPLE_HEAD)
     for name, pair in runs.items():
         for model, label, run in zip((name, ""), ("stock", "patched"), pair, strict=True):
-            kept, ratio = run.kept.total / MIB, pair[0].kept.total / run.kept.total
-            cells = (f"{run.losses[-1]:.6f}", f"{run.accuracy:.1%}", f"{task.majority:.1%}", f"{kept:.1f}")
-            table.add_row(model, label, *cells, f"{ratio:.2f}x", f"{run.seconds_per_step:.3f}")
+            cells = (f"{run.losses[-1]:.6f}", f"{run.accuracy:.1%}", f"{task.majority:.1%}")
+            kept = f"{run.kept.total / MIB:.1f}", freed(pair[0].kept.total, run.kept.total)
+            table.add_row(model, label, *cells, *kept, f"{run.seconds_per_step:.3f}")
         table.add_section()
     return table
 
@@ -194,9 +194,9 @@ def write_picture(path: Path, title: str, runs: dict[str, tuple[Run, Run]]) -> N
             heights = [run.kept.by_kind.get(kind, 0) / MIB for run in pair]
             bars.bar(("stock", "patched"), heights, 0.6, tops, color=color, label=kind if any(heights) else None)
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
-        totals = [f"{tops[0]:.1f} MiB", f"{tops[1]:.1f} MiB\n{tops[0] / tops[1]:.2f}x less"]
+        totals = [f"{tops[0]:.1f} MiB", f"{tops[1]:.1f} MiB\n{freed(tops[0], tops[1], ' freed')}"]
         bars.bar_label(bars.containers[-1], totals, padding=4, fontsize=11, fontweight="bold")
-        bars.set(ylabel="kept between forward and backward [MiB]", ylim=(0, 1.15 * max(tops)))
+        bars.set(ylabel="kept for backward [MiB]", ylim=(0, 1.15 * max(tops)))
         bars.legend(reverse=True, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
     write(path, drawn.getvalue())

@@ -67,13 +67,13 @@ def _check(args: argparse.Namespace, config: Any, result: Estimate, console: Con
         for what in SLACK:
             figures = gib(one.predicted[what]), gib(one.measured[what]), f"{one.difference(what):+.2%}"
             table.add_row(f"{name}, {what}", *figures)
-    how = f"Check on {torch.cuda.get_device_name()}: what PyTorch's allocator gives out, but for cuBLAS's work spaces."
+    how = f"Check on {torch.cuda.get_device_name()}: what PyTorch's allocator gives out, without cuBLAS's workspaces."
     console.print(how, table, sep="\n")
     for name in {"stock", "patched"} - found.keys():
-        console.print(f"{name}: not run, as it is too large for this machine.")
+        console.print(f"{name}: the step was not run, as it is too large for this machine.")
     allowed = ", ".join(f"{what} {slack:.0%}" for what, slack in SLACK.items())
     agrees = all(one.agrees for one in found.values())
-    console.print(f"{'Within' if agrees else 'Not within'} what is allowed ({allowed}).")
+    console.print(f"The differences are {'' if agrees else 'not '}within what is allowed ({allowed}).")
     return found, agrees
 
 
@@ -86,8 +86,7 @@ def _within(args: argparse.Namespace, config: Any, result: Estimate, console: Co
             found[label] = most = {name: largest(*step, name, args.memory, shards) for name in names}
             told = f"the largest batch that fits is {most['batch_size']}"
             if result.u:
-                told += f" (of {args.seq_len} tokens), the longest sequence {most['seq_len']} (in batches of "
-                told += f"{args.batch_size})"
+                told += f" (of {args.seq_len} tokens), the longest sequence {most['seq_len']} (batch {args.batch_size})"
             console.print(f"{label}: {told if any(most.values()) else 'no batch fits, not even of 8 tokens'}.")
     if result.fits or not result.depth:  # of which there is a plan
         return {"largest": found}
@@ -97,5 +96,5 @@ def _within(args: argparse.Namespace, config: Any, result: Estimate, console: Co
         settings = Settings(at_depth(config, result.depth), result.depth, training, shards, memsave)
         changes = what_fits(settings, settings.way(memsave.checkpoint, memsave.offload), args.memory)
     each = f"Each of these alone makes it fit, patched: {'; '.join(changes)}."
-    console.print(each if changes else "No other change alone makes it fit.")
+    console.print(each if changes else "No change that was tried makes it fit alone.")
     return {"largest": found, "what_fits": changes}

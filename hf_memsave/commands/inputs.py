@@ -56,14 +56,13 @@ def _shrunk(args: argparse.Namespace, dtype: torch.dtype | None, console: Consol
         for number in (max(2, every), every):
             few, least = at_depth(config, {field: min(number, full) for field, full in own.items()}), f"even {every}"
             if (found := count_parameters(few)) * each <= free and found < whole:
-                told = f"{size} in {sum(own.values())} layers. Compared {'is' if number == 1 else 'are'} "
-                told += f"{counted(number, 'layer')} of that width, {found / 1e6:,.0f} M; --layers N takes others."
-                console.print(told)
+                told = f"{counted(number, 'layer')} of that width, {found / 1e6:,.0f} M; --layers N takes others."
+                console.print(f"{size} in {sum(own.values())} layers. Compared: {told}")
                 return few
     if whole * each > free:
         raise CommandError(
             f"{size}, and {least} of its layers need {found * each / GIB:.1f} GiB with what is compared: expected at "
             f"most {free / GIB:.1f}. Use --dtype bf16, or name a config.json of less width."
         )
-    console.print(f"{size}, which cannot be made less: drawing them takes minutes.")
+    console.print(f"{size}, and its depth cannot be changed: drawing the weights takes minutes.")
     return config

@@ -54,6 +54,11 @@ def name_of(model: str) -> str:
     return path.stem if path.is_file() else path.name if path.is_dir() else model
 
 
+def freed(stock: float, patched: float, words: str = "") -> str:
+    """Format the share of stock's bytes that is freed, with ``words`` after it."""
+    return "more" if patched > stock else f"{1 - patched / max(stock, 1):.0%}" + words
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:  # rich would end the process with status 1, as if a check had failed
         raise

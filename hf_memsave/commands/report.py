@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Column, Table
 
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
-from hf_memsave.commands.options import console_of, name_of, settle_sizes, step_in_words, step_of, write_figures
+from hf_memsave.commands.options import console_of, freed, name_of, settle_sizes, step_in_words, step_of, write_figures
 from hf_memsave.config.sizes import gib
 from hf_memsave.measure.estimate import Estimate, estimate
 from hf_memsave.measure.figures import AWAY, Trace
@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"LoRA on a frozen model: {args.lora}\n" if args.lora else "")
     console.print(sites_table(patched.sites), kept_table(stock, patched), sep="\n")
     kept = f"Kept for backward: {gib(patched.kept)}, where stock keeps {gib(stock.kept)}"
-    console.print(f"{kept}: {freed(stock.kept, patched.kept)} freed.", style="bold")
+    console.print(f"{kept}: {freed(stock.kept, patched.kept, ' freed')}.", style="bold")
     if memsave.compile:
-        console.print("Blocks were counted as they run op by op; compiled they keep about as much.")
+        console.print("Blocks were counted as they run op by op; compiled blocks keep about as much.")
     console.print(*explain(result, args.autocast or args.dtype or "bf16"), sep="\n")
     figures = {"memsave": memsave.to_dict(), "batch_size": args.batch_size, "seq_len": args.seq_len}
     write_figures(args.json, {**result.to_dict(), **figures, "model": args.model}, console)
@@ -52,8 +52,7 @@ def sites_table(sites: Mapping[tuple[str, str, str, str], int]) -> Table:
 def kept_table(stock: Trace, patched: Trace) -> Table:
     """Tabulate kept memory by kind of op, stock beside patched, and the share that is freed."""
     columns = [Column(name, justify="right") for name in ("stock", "patched", "freed")]
-    title = "Kept between forward and backward"
-    table = Table("made by", *columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table = Table("made by", *columns, box=box.SIMPLE_HEAD, title="Kept for backward", title_justify="left")
     for kind in (*KINDS_OF_OPS, AWAY):
         before, after = (memory.by_kind.get(kind, 0) for memory in (stock, patched))
         if before or after:
@@ -61,11 +60,6 @@ def kept_table(stock: Trace, patched: Trace) -> Table:
     table.add_section()
     table.add_row("all", gib(stock.kept), gib(patched.kept), freed(stock.kept, patched.kept), style="bold")
     return table
-
-
-def freed(stock: float, patched: float) -> str:
-    """Format the share of stock's bytes that is freed."""
-    return "more" if patched > stock else f"{1 - patched / max(stock, 1):.0%}"
 
 
 def explain(result: Estimate, dtype: str) -> list[str]:
@@ -82,10 +76,9 @@ def explain(result: Estimate, dtype: str) -> list[str]:
     if columns[0].per_layer:
         depths = [[" + ".join(map(str, depth.values())) for depth in memory.depths] for memory in columns]
         stock, patched = " and ".join(depths[0]), " and ".join(depths[-1])
-        traced = f"with {patched} layers of full width (stock: {stock}); further ones are like those."
-    lines.append(f"Every byte is counted that is alive after a forward on a stand-in for a CUDA device, {traced}")
-    keeps = "an op that keeps its input, not its output, moves bytes to the op before it"
-    lines.append(f"A tensor counts for the op that made it: {keeps}.")
+        traced = f"of {patched} layers of full width (stock: {stock}); further layers are taken to be like them."
+    lines.append(f"These are all bytes alive after a forward on a stand-in for a CUDA device, {traced}")
+    lines.append("A tensor counts for the op that made it: what an op keeps of its input counts for the op before it.")
     if not result.step.has_loss:
         lines.append(f"{result.step.model} returns no loss for this batch, so its whole output was held.")
     return lines

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hf_memsave.config.fields import listed, named_fields, refuse_unknown
+from hf_memsave.config.fields import did_you_mean, listed, named_fields, refuse_unknown
 from hf_memsave.config.files import fields_of, presets, write
 from hf_memsave.config.sizes import bytes_of
 from hf_memsave.config.wtacrs import WTACRS, is_int
@@ -237,10 +237,11 @@ class MemSaveConfig:
         if name in RUNGS:
             return cls.from_dict({"checkpoint": name})
         if name not in found:
+            near = did_you_mean([name], (*found, *RUNGS))
             raise ConfigError(
                 f"unknown preset {name!r}: expected one of {listed((*found, *RUNGS))}, or a .yaml or .json file.",
-                "Use memsave=True for the exact default, or MemSaveConfig(...) to choose each field.",
-                option="Leave --memsave out for the exact default, or name a file with fields: 'checkpoint: gate'.",
+                near or "Use memsave=True for the exact default, or MemSaveConfig(...) to choose each field.",
+                near or "Leave --memsave out for the exact default, or name a file with fields: 'checkpoint: gate'.",
             )
         return cls.from_dict(yaml.safe_load(found[name].read_text(encoding="utf-8")) or {})
 
@@ -248,7 +249,7 @@ class MemSaveConfig:
     def from_dict(cls, fields: dict[str, Any]) -> MemSaveConfig:
         """Return the config with these fields, the others at their defaults; ConfigError for what is not allowed."""
         if not isinstance(fields, dict):
-            raise ConfigError(f"expected a mapping of MemSaveConfig fields, got {type(fields).__name__}: {fields!r}.")
+            raise ConfigError(f"expected a mapping such as {{'norm': ...}}, got {type(fields).__name__}: {fields!r}.")
         refuse_unknown(cls, fields)
         if isinstance(linear := fields.get("linear"), dict):
             refuse_unknown(WTACRS, linear)

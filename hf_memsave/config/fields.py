@@ -39,9 +39,14 @@ def refuse_unknown(cls: Any, fields: dict[str, Any]) -> None:
     """Raise UnknownFieldError unless all of ``fields`` are fields of the dataclass ``cls``."""
     known = [field.name for field in dataclasses.fields(cls)]
     if unknown := sorted(fields.keys() - set(known), key=str):
-        near = [name for one in unknown for name in get_close_matches(str(one), known, 1)]
-        remedy = f"Did you mean {listed(near)}?" if near else "Check the spelling, or leave it out."
+        remedy = did_you_mean(unknown, known) or "Check the spelling, or leave it out."
         raise UnknownFieldError(f"{cls.__name__} has no field {listed(unknown)}: expected {listed(known)}. {remedy}")
+
+
+def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
+    """Return a question that names what is spelled like ``unknown``, or "" if nothing is."""
+    near = [name for one in unknown for name in get_close_matches(str(one), known, 1)]
+    return f"Did you mean {listed(near)}?" if near else ""
 
 
 def listed(names: Iterable[Any]) -> str:

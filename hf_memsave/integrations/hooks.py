@@ -58,7 +58,7 @@ def uninstall() -> None:
             there = getattr(vars(owner)[name], "__func__", vars(owner)[name])
             ours, stock = getattr(there, _MARK, (None, None))
             if ours is not there:
-                logger.warning("%s.%s was replaced again after hf_memsave and stays as it is.", owner.__name__, name)
+                logger.warning("Another tool has replaced %s.%s since: it stays as it is.", owner.__name__, name)
             elif stock is None:
                 delattr(owner, name)
             else:

@@ -45,8 +45,8 @@ def _load(stock: Callable[..., Any], cls: Any, /, *args: Any, memsave: MemSaveLi
     for given in (*args, kwargs.get("config")):
         if isinstance(given, PreTrainedConfig) and hasattr(given, "memsave"):
             raise ConfigError(
-                f"the model's own config ({type(given).__name__}) has an attribute 'memsave' = {given.memsave!r}, in "
-                "which Transformers buries the argument. Remove that key from its config.json."
+                f"the model's own config ({type(given).__name__}) has an attribute 'memsave' = {given.memsave!r}, and "
+                "Transformers sets that instead of passing memsave= on. Remove that key from its config.json."
             )
     loaded = stock(cls, *args, **kwargs)
     if config is not None:

@@ -78,8 +78,8 @@ class MemSaveCallback(TrainerCallback, ExportableState):
             self.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
         elif not self._takes_what_is_there and self.config != there.config:
             raise ConfigError(
-                f"The trainer has a MemSaveCallback of {there.config} in callbacks=, and got memsave={self.config} as "
-                "well. Give one of the two."
+                f"The trainer has MemSaveCallback({there.config}) in callbacks=, and got memsave={self.config} as "
+                "well. Leave out one of the two."
             )
         else:
             callbacks.insert(0, callbacks.pop(callbacks.index(there)))
@@ -137,7 +137,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         if args.use_liger_kernel:
             raise PatchError(
                 "use_liger_kernel=True and hf_memsave both replace the model's forwards, and cannot be combined. Set "
-                "use_liger_kernel=False, or leave MemSaveCallback out."
+                "use_liger_kernel=False, or train without hf_memsave."
             )
         if self.config.budget is not None:
             if batches is None:  # as the trainer is made: how long its rows are is not known yet
@@ -159,7 +159,7 @@ def without_callback(trainer: Any, memsave: Any) -> None:
         return
     if memsave is False and not any(isinstance(c, MemSaveCallback) for c in trainer.callback_handler.callbacks):
         unpatch(model)
-        logger.info("memsave=False: the model was patched before, and is stock again: hf_memsave.patch patches it.")
+        logger.info("memsave=False: the model was patched, and is stock again. hf_memsave.patch(model) patches it.")
         return
     for module, config in found:  # trainers such as TRL's may have set a forward since
         if hides_forward(module):

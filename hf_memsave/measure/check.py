@@ -11,7 +11,7 @@ from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.config.sizes import GIB
+from hf_memsave.config.sizes import gib
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.count.peak import rounded
 from hf_memsave.errors import MeasureError, MemSaveError
@@ -53,8 +53,8 @@ def check(config: PreTrainedConfig, result: Estimate, training: Training, memsav
     if not found:
         least = min(estimated.peak for estimated in result.columns.values())
         raise MeasureError(
-            f"the step needs {least / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free on this machine's GPU. To "
-            "check it there, lower --batch-size, --seq-len or --layers."
+            f"the step needs {gib(least)}, and {gib(free)} are free on this machine's GPU. To check it there, lower "
+            "--batch-size, --seq-len or --layers."
         )
     return found
 
@@ -83,6 +83,6 @@ def _on_cuda(config: PreTrainedConfig, training: Training, memsave: MemSaveConfi
         raise
     except RuntimeError as error:
         raise MeasureError(
-            f"the step cannot be run on this machine's cuda: {type(error).__name__}: {error}. Lower --batch-size, "
-            "--seq-len or --layers if memory lacks; or try another --attention or --dtype."
+            f"the step cannot be run on this machine's cuda: {type(error).__name__}: {error}. If memory is short, "
+            "lower --batch-size, --seq-len or --layers; or try another --attention or --dtype."
         ) from error

@@ -213,7 +213,7 @@ def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, i
     found = {name: layers or getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)}
     if first not in found:
         reason = f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers."
-        raise DepthError(reason, "Expected a model of like layers. Leave the number of layers out.")
+        raise DepthError(reason, "Expected a model whose layers are alike. Leave the number of layers out.")
     return found
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.fields import did_you_mean
 from hf_memsave.config.lora import Lora
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.device import HALVES, STAND_IN
@@ -112,7 +113,8 @@ def training_of(**fields: Any) -> Training:
 def _made(cls: Any, what: str, fields: dict[str, Any]) -> Any:
     known = [field.name for field in dataclasses.fields(cls)]
     if unknown := fields.keys() - set(known):
-        raise MeasureError(f"{what}: expected fields {', '.join(known)}, got {', '.join(sorted(unknown))}.")
+        found = f"expected fields {', '.join(known)}, got {', '.join(sorted(unknown))}"
+        raise MeasureError(f"{what}: {found}. {did_you_mean(unknown, known) or 'Leave it out.'}")
     return cls(**fields)
 
 

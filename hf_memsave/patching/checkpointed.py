@@ -39,7 +39,7 @@ _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 #: Kinds of PEFT's adapters that pass a KV cache to the model.
 _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 #: How an error names the hooks of a block, where they differ between its forward and its rerun.
-HOOKS = "other hooks on its modules (by hooks X-LoRA, Poly and others hand on what goes with a batch)"
+HOOKS = "other hooks on its modules (X-LoRA, Poly and others pass on by hooks what goes with a batch)"
 #: Attributes of a PEFT layer that decide which adapters it uses, and how.
 OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 #: Attribute of a class of blocks that run again: the function that checkpoints them.

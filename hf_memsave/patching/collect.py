@@ -178,13 +178,13 @@ def _foreign(model: nn.Module) -> str:
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return (
                 f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
-                "runs no module's forward any more. Patch the model that it was made of."
+                "runs no module's forward any more. Patch the model that was traced."
             )
         cls = stock_class(module)
         if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
             return (
-                f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
-                "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
+                f"{name or 'the model'} is patched by Liger-Kernel, which hf_memsave cannot be combined with. Load the "
+                "model in a process that has not applied Liger (with Trainer: use_liger_kernel=False)."
             )
         if _tool_of(module.__dict__.get("forward")).startswith("liger_kernel"):
             return _hidden(name, module)
@@ -199,11 +199,12 @@ def _tool_of(forward: Any) -> str:
 
 def _hidden(name: str, module: nn.Module) -> str:
     """Return the error for a module with a forward on its instance, set by another tool, that would hide ours."""
+    tool = _tool_of(module.__dict__["forward"])
+    option = "use_liger_kernel=False" if tool.startswith("liger_kernel") else "for kernelize: use_kernels=False"
     return (
         f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
-        f"tool ({_tool_of(module.__dict__['forward']) or 'one written in C'}), which would hide ours. Build the model "
-        "without it (for kernelize: use_kernels=False, for Liger: use_liger_kernel=False), patch before that tool, or "
-        "leave out what was asked for this module."
+        f"tool ({tool or 'one written in C'}), which would hide hf_memsave's. Build the model without it "
+        f"({option}), patch before that tool, or leave out what was asked for this module."
     )
 
 

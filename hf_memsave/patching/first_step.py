@@ -33,13 +33,14 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
         step.is_counted, step.uncounted = False, "parts of the model are compiled, and what those keep is theirs"
         return
     parameter = next(module.parameters(), None)
+    step.is_on_cpu = parameter is not None and parameter.device.type == "cpu"
     is_real = parameter is None or (has_numbers(parameter) and is_concrete(parameter))
     is_vain = is_real and _warn_if_in_vain(module, step, config)
     if not module.training or is_measuring() or not is_real:
         return
     step.told.append(trained_in(module))
     if step.told[-1] not in step.told[:-1] and not is_vain and step.nbytes_stock:
-        logger.info("hf_memsave: %s More: print(hf_memsave.patch(model))", " ".join(sentences(step, config)))
+        logger.info("hf_memsave: %s More: print(hf_memsave.patch(model))", sentence(step, config))
 
 
 def trained_in(model: nn.Module) -> int:
@@ -63,29 +64,29 @@ def waiting(module: nn.Module, trained: int) -> Ledger | None:
     return ledger
 
 
-def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
-    """Describe in sentences what a step kept, of how much in stock, and what freed the rest."""
+def sentence(step: Ledger, config: MemSaveConfig) -> str:
+    """Describe in a sentence what a step kept, of how much in stock, and what freed the rest."""
     rung, again = config.checkpoint, step.nbytes_recomputed
     whole = "blocks run again" + (", MLPs in rows" if rung == "tiles" else "")
     runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
     first = "the first step" if len(step.told) < 2 else "the first step that trains other parameters"
-    how = "; ".join(filter(None, ("" if step.uncounted else kinds(step, "avoided"), runs)))
+    chunks = "the loss ran in chunks, so last bits may differ (not with loss='stock')" if step.is_loss_chunked else ""
+    how = "; ".join(filter(None, ("" if step.uncounted else kinds(step, "avoided"), runs, chunks)))
     unknown = f"; what stock would keep is not counted: {step.uncounted}" if step.uncounted else ""
-    said = [f"{first} {kept(step)}{f' ({how})' if how else ''}{unknown}."]
+    said = f"{first} {kept(step)}{f' ({how})' if how else ''}{unknown}"
     if not step.is_checkpointed_in_stock:
-        return said
-    said = [f"gradient checkpointing is on: {said[0]}"]
-    if rung in WHOLE:
-        return [*said, f'Leave it out: memsave="{rung}" runs blocks again by itself.']
-    without = "Without it more is kept, and no block runs twice: use that where it fits."
-    return [*said, f'{without} Else memsave="block" in its place keeps as little as now.']
+        return f"{said}."
+    advice = 'memsave="block" instead of it keeps as little, and without both more is kept and no block runs twice.'
+    advice = f'leave it out, as memsave="{rung}" runs blocks again already.' if rung in WHOLE else advice
+    return f"gradient checkpointing is on: {said}; {advice}"
 
 
 def kept(step: Ledger) -> str:
     """Describe the bytes that a step keeps, and the fraction of stock's that is freed."""
     away, stock = step.nbytes_offloaded, step.nbytes_stock
+    where = "in main memory" + " (which on a CPU is the device's own)" * step.is_on_cpu
     more, here = step.nbytes_kept + away - stock, gib(step.nbytes_kept) if step.nbytes_kept else "nothing"
-    here = f"keeps {here} for backward" + (f", and {gib(away)} in main memory," if away else "")
+    here = f"keeps {here} for backward" + (f", and {gib(away)} {where}," if away else "")
     if step.uncounted:
         return here.removesuffix(",")
     if not away and abs(more) <= _ROUNDS * stock:

@@ -18,7 +18,7 @@ from hf_memsave.logs import warn_once
 from hf_memsave.ops.sampled.sampler import MOST
 from hf_memsave.patching.checkpointed import AGAIN, choose_again
 from hf_memsave.patching.collect import Found, SiteReport, collect
-from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, trained_in
+from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentence, trained_in
 from hf_memsave.patching.refusals import check
 from hf_memsave.patching.rows import forget, reasons
 from hf_memsave.patching.sampled_layers import attach, sampler_of
@@ -29,9 +29,9 @@ from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
 
 _UNCALLED = (
-    "  not called since it was patched, though it got gradients: of any method but forward (such as training_step)\n"
-    "    the repeated blocks alone are covered. Patch the module whose forward that method calls. (What torch.compile\n"
-    "    compiles is covered, and not counted.)"
+    "  the model was not called since it was patched, though it got gradients. In a method other than forward (such\n"
+    "    as training_step) its repeated blocks alone are covered: patch the module whose forward the method calls.\n"
+    "    (What torch.compile compiles is covered, and not counted.)"
 )
 
 
@@ -128,7 +128,7 @@ class PatchReport:
     def _compiled(self) -> list[str]:
         found = Counter((name, getattr(type(m), COMPILED, None)) for m, name in _classes(self._model()))
         lines = [(n, name, b.why_not or counted(b.graphs, "graph")) for (name, b), n in found.items() if b is not None]
-        said = "  gradients are exact, but not stock's bits: compiled, sums are in another order, and masks other ones"
+        said = "  gradients are exact, but not stock's bits: compiled blocks add in another order and draw other masks"
         return [said, *(f"  compiled {n:>4} x {name}: {what}" for n, name, what in lines)] if lines else []
 
     def _rows(self) -> list[str]:
@@ -146,9 +146,7 @@ class PatchReport:
             model = self._model()
             is_trained = model is not None and _has_gradients(model) and not self._had_gradients
             return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
-        lines = ["  " + sentence for sentence in sentences(step, self.config)]
-        if step.is_loss_chunked:
-            lines.append("    the loss was computed in chunks: it equals stock's up to the order of fp32 sums")
+        lines = [f"  {sentence(step, self.config)}"]
         for what, words in (("kept", "kept"), ("offloaded", "in main memory")):
             if most := kinds(step, what):
                 lines.append(f"    {words}: {most}")
@@ -164,7 +162,7 @@ class PatchReport:
             [name, *(gib(column[name]) if name in column else "" for column in columns)]
             for name in columns[0] | columns[1] | columns[2]
         ]
-        return html_table(repr(self)[1:-1], [["", "freed", "kept", "in main memory"], *rows])
+        return html_table(repr(self)[1:-1], [["for backward", "freed", "kept", "in main memory"], *rows])
 
     def __str__(self) -> str:
         lines = [f"hf_memsave: {self.covered}, {counted(len(self.skipped), 'module')} skipped"]
@@ -175,7 +173,7 @@ class PatchReport:
                 lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
         lines += self._sampling() + self._compiled() + self._rows()
         if self.config.storage is not None:
-            lines.append(f"  activations that have to be kept are kept in {FORMATS[self.config.storage].bits} bits")
+            lines.append(f"  activations that are kept are stored in {FORMATS[self.config.storage].bits} bits")
         if added := self.added:
             were = "sites were" if len(added) > 1 else "site was"
             lines.append(f"  {len(added)} {were} added since ({added[0]}, ...): call patch(model, report.config)")
@@ -230,7 +228,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
         raise ConfigError(f"patch: expected the config after the model, got memsave=. Use patch(model{typed}).")
     resolved = MemSaveConfig.resolve(config, fields)
     if resolved is None:
-        raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
+        raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) for stock.")
     found = collect(model, resolved)
     check(model, resolved, found, replace)
     before = found.before
@@ -288,9 +286,8 @@ def _swap(model: nn.Module, found: Found) -> set[nn.Module]:
     for name, module in model.named_modules():
         if is_wrapped(module) and classes.get(module) not in type(module).__mro__:
             raise PatchError(
-                f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__},"
-                " which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model "
-                "again."
+                f"cannot undo {name or 'the model'}: another tool (such as FSDP2) has since made its class "
+                f"{type(module).__module__}.{type(module).__name__}. Undo before you wrap, or build the model again."
             )
     coded = dict.fromkeys(module for module, patch in found.patches.items() if patch.config and patch.config.storage)
     changed = {module for module in model.modules() if (AGAIN in module.__dict__) != (module in found.recomputed)}

@@ -68,9 +68,8 @@ def _refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module)
     for target in config.targets or ():
         if target not in ("lora_A", "lora_B") and not any(f".{target}." in path for path in sampled):
             raise PatchError(
-                f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {target!r}, which is none. "
-                f"Choose from {', '.join(_names_in(model, LINEARS))}, or leave targets out for all linears in repeated "
-                "blocks."
+                f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {target!r}. "
+                f"Choose from {', '.join(_names_in(model, LINEARS))}, or leave targets out for all in repeated blocks."
             )
     if not config.attention:
         return
@@ -89,8 +88,7 @@ def _refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module)
             )
         if reports[name].status == "skipped":
             raise PatchError(
-                f"WTACRS(attention=True): expected to patch {name}, but {reports[name].reason}. Leave that out, or "
-                "attention=True."
+                f"WTACRS(attention=True): expected to patch {name}, but {reports[name].reason}. Leave attention out."
             )
 
 
@@ -110,9 +108,8 @@ def _refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
         return
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         raise PatchError(
-            f"WTACRS(cache={config.linear.cache!r}) tells samples apart by a model's batch, which a "
-            f"{type(model).__name__} patched by itself does not see. Use cache='position' or None, or patch the model "
-            "around it."
+            f"WTACRS(cache={config.linear.cache!r}): expected a model of Transformers, which sees the batch, got "
+            f"{type(model).__name__}. Use cache='position' or None, or patch the whole model."
         )
 
 

@@ -164,9 +164,9 @@ def _lay(
             module.__dict__[LEDGER] = ledger
         if innermost_hooks() is None and private.refuses_hooks(error):
             raise PatchError(
-                f"the forward of {type(module).__name__} calls what refuses saved-tensor hooks, by which hf_memsave "
-                "works (torch.func.grad and its like do). Patch the parts of the model that do not: patch(model.part). "
-                "unpatch(model) trains without hf_memsave."
+                f"the forward of {type(module).__name__} calls what refuses saved-tensor hooks, such as "
+                "torch.func.grad, and hf_memsave works by those hooks. Patch the parts of the model that do not: "
+                "patch(model.part). unpatch(model) trains without hf_memsave."
             ) from error
         raise
     if ledger is not None:

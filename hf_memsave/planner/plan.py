@@ -173,10 +173,11 @@ class BudgetPlan:
 
     def _remarks(self) -> list[str]:
         exact = "" if self.config.is_exact else " Its gradients are approximate."
+        is_stock = any(needed <= self.budget for needed, _ in [*self.stock.values()][:1])
         return [
-            "More work: operations of products and attention, over those of stock's step. What is computed again "
-            "element by element is not in it, nor the time that bytes take to main memory.",
+            *["Stock fits: nothing is needed."] * is_stock,
             f"The cheapest in {both(self.budget)}: {self.best.name}.{exact}",
+            "More work: products and attention, not elementwise functions or copies. Stock makes all logits at once.",
         ]
 
     def __repr__(self) -> str:
@@ -276,9 +277,8 @@ def _too_much(settings: Settings, tried: dict[MemSaveConfig, Setting], limit: in
     would += what_fits(settings, way, limit)
     remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of 8 tokens fits: use a smaller model."
     return (
-        f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name} (parameters, gradients "
-        f"and states alone {gib(trace.fixed)}), which is "
-        f"{gib(least.needed - limit)} too much. {remedy}"
+        f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} with {least.name} "
+        f"(parameters, gradients and states alone {gib(trace.fixed)}): {gib(least.needed - limit)} too much. {remedy}"
     )
 
 

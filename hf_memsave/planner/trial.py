@@ -102,9 +102,7 @@ class Bench:
         self.call = model if forward is None else forward
         self.trained = [p for p in model.parameters() if p.requires_grad]
         if not self.trained:
-            raise PlanError(
-                f"expected parameters of {type(model).__name__} that require a gradient, got none. Unfreeze some."
-            )
+            raise PlanError(f"{type(model).__name__}: expected parameters to train, got none. Unfreeze some.")
         self.fixed = sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers()))
         self.fixed += sum(p.numel() * (p.itemsize + optimizer_bytes) for p in self.trained)
         self.batch_size = _batch_size(batch)
@@ -191,7 +189,7 @@ def limit_of(memory: int | str | None, model: nn.Module) -> int:
     if [device.type for device in devices] != ["cuda"]:
         raise PlanError(
             f"memory: expected how much there is, such as '16GiB', got None for a model on "
-            f"{', '.join(map(str, devices))}. Only for one CUDA device it can be asked: name it."
+            f"{', '.join(map(str, devices))}. Name it: only the free memory of one CUDA device is known."
         )
     free = torch.cuda.mem_get_info(devices[0])[0] + torch.cuda.memory_reserved(devices[0])
     own = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
@@ -211,5 +209,5 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
         raise PlanError(f"the batch: {expected}, got {type(batch).__name__}. Give the model's keyword arguments.")
     sizes = {k: v.shape[0] for k, v in batch.items() if isinstance(v, Tensor) and v.dim()}
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
-        raise PlanError(f"the batch: {expected}, got {sizes or list(batch)}. Expand or leave out what has no batch.")
+        raise PlanError(f"the batch: {expected}, got {sizes or list(batch)}. Expand or leave out other tensors.")
     return next(iter(sizes.values()))

@@ -67,6 +67,7 @@ class Ledger:
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed_in_stock: The caller has turned on gradient checkpointing, which recomputes whole blocks.
         is_loss_chunked: Logits were computed in chunks.
+        is_on_cpu: The model is on a CPU, whose memory is main memory.
         is_trial: The forward was no training step: the first one of a training step is still counted.
         told: For each training step that was counted, a number for the set of parameters that it trained.
         uncounted: Why the forward, or what stock keeps of it, was not counted; empty where both were.
@@ -77,7 +78,7 @@ class Ledger:
         self.kept: Counter[str] = Counter()
         self.offloaded: Counter[str] = Counter()
         self.nbytes_recomputed = 0
-        self.is_counted = self.is_checkpointed_in_stock = self.is_loss_chunked = self.is_trial = False
+        self.is_counted = self.is_checkpointed_in_stock = self.is_loss_chunked = self.is_trial = self.is_on_cpu = False
         self.uncounted = ""
         self.told: list[int] = []
         self.forget()

@@ -74,7 +74,7 @@ def test_a_limit_may_be_left_out_on_one_cuda_device_only(monkeypatch):
 
     assert limit_of(None, model("cuda:0")) == 0.9 * (500 + 300 - 200 + 3 * 50)
     for devices in (["cpu"], ["cpu", "cuda:0"]):
-        with pytest.raises(PlanError, match="got None for a model on cpu.*name it"):
+        with pytest.raises(PlanError, match="got None for a model on cpu.*Name it"):
             limit_of(None, model(*devices))
 
 
@@ -87,7 +87,7 @@ WRONG = {
     "two sizes": (lambda model: FAST(model, BATCH | {"labels": IDS[:1, 0]}), "size, got {'input_ids': 2, 'labels': 1}"),
     "no mapping": (lambda model: FAST(model, IDS), "expected a mapping of tensors .*got Tensor"),
     "nothing": (lambda model: FAST(model, BATCH, False), "expected something to convert, got False"),
-    "frozen": (lambda model: SMART(model.requires_grad_(False), BATCH), "that require a gradient, got none. Unfreeze"),
+    "frozen": (lambda model: SMART(model.requires_grad_(False), BATCH), "expected parameters to train, got none"),
     "no batch": (lambda model: FAST(model, BATCH, max_batch=0), "max_batch: expected a whole number from 1, .* got 0"),
     "half": (lambda model: FAST(model, BATCH, max_batch=1.5), "max_batch: expected a whole number .* got 1.5"),
     "many losses": (

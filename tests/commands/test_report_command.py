@@ -171,7 +171,7 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
         sizes = [gib(figures[column]["per_layer"][field]) for column in ("stock", "patched")]
         assert sizes[0] != sizes[1] and "A layer of the {} keeps {} stock, {} patched".format(stack, *sizes) in text
     assert "T5ForConditionalGeneration, 3 + 17 layers, batch 2 x 16 tokens, bf16" in text
-    assert "with 3 + 5 and 5 + 5 and 3 + 7 layers of full width (stock: 3 + 3 and 4 + 3 and 3 + 4); further" in text
+    assert "of 3 + 5 and 5 + 5 and 3 + 7 layers of full width (stock: 3 + 3 and 4 + 3 and 3 + 4); further" in text
 
 
 @on_stand_in

@@ -135,7 +135,7 @@ def test_gradient_checkpointing_beside_tiles_is_stocks(tmp_path, caplog):
         return two_steps(model)
 
     assert_alike(llama, run, is_tiled=False)
-    assert 'Leave it out: memsave="tiles" runs blocks again by itself.' in caplog.text
+    assert 'leave it out, as memsave="tiles" runs blocks again already.' in caplog.text
 
 
 @pytest.mark.long

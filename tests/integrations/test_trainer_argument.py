@@ -83,7 +83,7 @@ def test_false_trains_stock_what_was_patched_before(cls, arguments, caplog):
     with caplog.at_level("INFO", "hf_memsave"):
         trainers = [cls(one, arguments(), train_dataset=Rows("llama"), memsave=False) for one in (model, stock)]
     assert [record.getMessage() for record in caplog.records if record.name == "hf_memsave"] == [
-        "memsave=False: the model was patched before, and is stock again: hf_memsave.patch patches it."
+        "memsave=False: the model was patched, and is stock again. hf_memsave.patch(model) patches it."
     ]
     for trainer in trainers:
         trainer.train()
@@ -128,7 +128,7 @@ def test_there_is_one_callback_and_it_comes_first(cls, arguments):
     for callback in given:
         trainer = cls(build("llama"), arguments(), callbacks=[callback], memsave=True)
         assert callbacks(trainer) == trainer.callback_handler.callbacks[:1] == [callback]
-    with pytest.raises(ConfigError, match="has a MemSaveCallback of .*checkpoint='gate'.*got memsave=.*one of the two"):
+    with pytest.raises(ConfigError, match="has MemSaveCallback.*checkpoint='gate'.*got memsave=.*one of the two"):
         cls(build("llama"), arguments(), callbacks=[MemSaveCallback({"checkpoint": "gate"})], memsave=True)
 
 

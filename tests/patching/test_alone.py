@@ -204,7 +204,7 @@ def test_the_linears_of_a_block_alone_and_the_products_of_attention_are_sampled(
 def test_a_cache_by_sample_is_refused_for_a_part_alone():
     for part in (nn.Linear(4, 4), build("bert").bert.encoder.layer[0]):
         before = type(part)
-        message = rf"tells samples apart by a model's batch.*{before.__name__}.*does not see.*cache='position'"
+        message = rf"expected a model of Transformers, which sees the batch, got {before.__name__}.*cache='position'"
         with pytest.raises(PatchError, match=message):
             patch(part, MemSaveConfig(linear=WTACRS(cache="sample_idx", samples=8)))
         assert type(part) is before

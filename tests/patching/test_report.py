@@ -33,7 +33,7 @@ def test_the_report_reads_as_a_table_and_says_what_is_approximate(llama, device)
     text = str(patch(build("bert").to(device), MemSaveConfig(activation="invert", storage="int8")))
     assert "  patched     2 x activation         GELUActivation" in text
     assert '  gradients are not exact: activation="invert", storage="int8"' in text
-    assert "kept in 8 bits" in text
+    assert "stored in 8 bits" in text
 
 
 def test_what_is_not_exact_is_said_once_and_what_is_exact_is_not(device, said):
@@ -245,4 +245,5 @@ def test_offload_says_what_lies_where(device):
     report = patch(model, MemSaveConfig(offload=True))
     step(model, batch_for(model, size))
     assert report.step.nbytes_offloaded > 20 * report.step.nbytes_kept > 0
-    assert " in main memory, where stock " in str(report) and "    in main memory: a" in str(report)
+    where = " (which on a CPU is the device's own)" * (device.type == "cpu")
+    assert f" in main memory{where}, where stock " in str(report) and "    in main memory: a" in str(report)

@@ -136,7 +136,7 @@ def test_data_that_draw_give_the_losses_of_stock_and_few_rows_are_read(tmp_path,
     stock = losses(False)
     with caplog.at_level("INFO", "hf_memsave"):
         assert losses({"budget": "24GiB"}) == stock
-    assert "planned for 16 tokens, the longest of 256 rows that were read of 40000" in caplog.text
+    assert "planned for 16 tokens, the longest of 256 rows read out of 40000" in caplog.text
 
 
 class Lines(torch.utils.data.Dataset):

@@ -66,7 +66,7 @@ _RAW = {
 }
 _LARGE = 256  # size of a node beyond which it is read
 _told: set[str] = set()
-_CHANGED = "%s changes what logits that are not computed yet are. Use another, or MemSaveConfig(loss='stock')."
+_CHANGED = "%s would change logits that are not computed yet. Use another function, or MemSaveConfig(loss='stock')."
 
 
 class Cell:

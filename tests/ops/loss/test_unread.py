@@ -326,7 +326,7 @@ def test_with_weights_given_to_one_call(ours):
     "change", [lambda x: x.transpose_(1, 2), lambda x: setattr(x, "data", x + 1)], ids=["in place", "data"]
 )
 def test_what_would_change_their_memory_is_refused(change, ours):
-    with pytest.raises(PatchError, match=r"Use another, or MemSaveConfig\(loss='stock'\)"):
+    with pytest.raises(PatchError, match=r"Use another function, or MemSaveConfig\(loss='stock'\)"):
         change(asked(ours)[0].detach())
 
 
