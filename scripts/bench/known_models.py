@@ -33,7 +33,9 @@ LORA = {**BF16, "lora": {"r": 16, "dropout": 0.05}}
 AUTOCAST = {"dtype": "fp32", "autocast": "bf16", "optimizer": "adamw_fused"}
 ABOUT = """The peak of a training step on a CUDA GPU in GiB, *estimated* from configurations alone, not measured. It has
 weights, gradients and the optimizer's states in it, but not fragmentation, nor about .5 GiB that CUDA takes for itself.
-LoRA has rank 16 on all linears and dropout .05. Autocast is to bf16, with weights in fp32 (QLoRA: NF4)."""
+LoRA has rank 16 on all linears and dropout .05. Autocast is to bf16, with weights in fp32 (QLoRA: NF4). All logits are
+there at once in stock, in plain gradient checkpointing and with `loss="stock"`; elsewhere a chunk of them, by
+hf_memsave's chunked loss (one that runs the head once more, such as TRL's, keeps less where the head is trained)."""
 
 
 class Model(NamedTuple):
@@ -67,17 +69,19 @@ MODELS = {
     "ViT-L/16, full, autocast, 64 images": Model(VIT, 64, None, AUTOCAST),
     EIGHT: Model(LlamaConfig(**LLAMA, num_hidden_layers=8), 4, 2048, LORA),
 }  # fmt: skip
-#: All of the default off, but for the chunked loss.
-_LOSS = MemSaveConfig(
+#: The default with all fields off but the chunked loss, as TRL and Liger-Kernel have one beside checkpointing.
+CHUNKED_LOSS = MemSaveConfig(
     activation="stock", norm="stock", dropout="stock", attention="stock", lora="stock", frozen=False
 )  # fmt: skip
+#: Rungs above "gate", which the page on configuration has of two models.
+RUNGS: tuple[Any, ...] = ("o_proj", "qkv", "up")
 METHODS = {
     "stock": Method(),
+    "memsave, whole loss": Method(MemSaveConfig(loss="stock")),
     "memsave": Method(MemSaveConfig()),
-    "gate": Method(MemSaveConfig(checkpoint="gate")),
-    "block": Method(MemSaveConfig(checkpoint="block")),
+    **{rung: Method(MemSaveConfig(checkpoint=rung)) for rung in (*RUNGS, "gate", "block")},
     "checkpointing": Method(checkpointing=True),
-    "checkpointing, chunked loss": Method(_LOSS, checkpointing=True),
+    "checkpointing, chunked loss": Method(CHUNKED_LOSS, checkpointing=True),
     "offload": Method(MemSaveConfig(offload=True)),
     "memsave, Triton": Method(MemSaveConfig(backend="auto")),
     "memsave, compiled blocks": Method(MemSaveConfig(compile=True)),
@@ -85,20 +89,23 @@ METHODS = {
     "torch.compile": Method(change="compile"),
     "Liger": Method(change="liger"),
 }
-#: Method -> its column in README and in known-models.md.
+#: Method -> its column in known-models.md, and its row in README.
 COLUMNS = {
-    "stock": "stock", "memsave": "`memsave=True`", "gate": '`"gate"`', "block": '`"block"`',
-    "checkpointing": "stock, gradient checkpointing",
-    "checkpointing, chunked loss": "gradient checkpointing, chunked loss alone", "offload": "`offload=True`",
+    "stock": "stock", "memsave, whole loss": '`memsave=True`, `loss="stock"`', "memsave": "`memsave=True`",
+    **{rung: f'`"{rung}"`' for rung in (*RUNGS, "gate", "block")}, "checkpointing": "gradient checkpointing",
+    "checkpointing, chunked loss": "gradient checkpointing + chunked loss", "offload": "`offload=True`",
 }  # fmt: skip
+#: Methods that README shows of every model; with "loss" in the name only where logits are large.
+SHOWN = [method for method in COLUMNS if method not in (*RUNGS, "offload")]
 
 
 def is_estimated(name: str, method: str) -> bool:
     """Whether known-models.json has the step of a model by a method."""
     if name == EIGHT:
         return method in ("stock", "memsave", "checkpointing", "offload")  # which are measured
-    has_head = MODELS[name].config.model_type not in ("bert", "vit")
-    return method in COLUMNS and method != "offload" and (has_head or method != "checkpointing, chunked loss")
+    if "loss" in method:  # which decides where there are more than 128 MiB of logits
+        return MODELS[name].config.model_type not in ("bert", "vit")
+    return method in (*SHOWN, *RUNGS * (name in (LLAMA_LORA, BERT_LARGE)))
 
 
 def expected(name: str, method: str) -> dict[str, int]:

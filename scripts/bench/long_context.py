@@ -20,7 +20,7 @@ from hf_memsave import MemSaveConfig, estimate
 from hf_memsave.measure.largest import largest
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.training import training_of
-from known_models import LLAMA
+from known_models import CHUNKED_LOSS, LLAMA
 from publish import arguments, publish, versions
 
 TOKENS = (2**15, 2**17, 2**19)
@@ -32,8 +32,10 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 #: Setting -> arguments, too.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "stock, checkpointing": {"memsave": False, "checkpointing": True},
-    "exact": {"memsave": {}},
+    "gradient checkpointing": {"memsave": False, "checkpointing": True},
+    "gradient checkpointing + chunked loss": {"memsave": CHUNKED_LOSS, "checkpointing": True},
+    '`memsave=True`, `loss="stock"`': {"memsave": {"loss": "stock"}},
+    "`memsave=True`": {"memsave": {}},
     '`"block"`': {"memsave": {"checkpoint": "block"}},
     '`"max"`': {"memsave": "max"},
     '`"tiles"`': {"memsave": "tiles"},
@@ -43,6 +45,7 @@ ABOUT = """*Estimated* from the configuration alone, not run on a GPU. GiB on ea
 between forward and backward beside them, and the peak, which has gradients, the optimizer's states and the work of a
 step in it too, but not fragmentation, buffers of communication, nor about .5 GiB that CUDA takes for itself. Offloaded:
 kept in main memory."""
+LONGEST = [setting for setting in SETTINGS if "memsave" not in setting and setting != '`"max"`']
 #: GiB of a GPU.
 CARDS = (24, 48, 80)
 QLORA: dict[str, Any] = {
@@ -63,7 +66,7 @@ def longest(out: str | None) -> None:
     """Find the longest sequences, and write their table."""
     config = LlamaConfig(**(LLAMA | {"max_position_embeddings": 2**22}))
     results: dict[str, dict[str, int]] = {}
-    for setting in ("stock, checkpointing", '`"block"`', '`"tiles"`', '`"tiles"`, offload'):
+    for setting in LONGEST:
         options: dict[str, Any] = SETTINGS[setting]
         memsave = MemSaveConfig.resolve(options["memsave"])
         training = QLORA | {"checkpointing": options.get("checkpointing", False), "seq_len": 2**14}

@@ -104,9 +104,9 @@ def test_committed_estimates_are_todays(name, method, monkeypatch):
 
 
 def test_all_estimates_are_committed_and_readme_has_them_and_what_was_measured(monkeypatch, tmp_path):
-    tables, estimated = load_script("gpu_tables", monkeypatch), load_script("known_models", monkeypatch)
+    tables, estimated = load_script("pages", monkeypatch), load_script("known_models", monkeypatch)
     for page, text in tables.pages(tables.RESULTS, tables.ROOT):
-        assert page.read_text(encoding="utf-8") == text, "run scripts/bench/gpu_tables.py"
+        assert page.read_text(encoding="utf-8") == text, "run scripts/bench/pages.py"
     known = (tables.RESULTS / "known-models.json").read_bytes()
     assert {n: set(found) for n, found in json.loads(known).items() if n != "about"} == {
         name: {one for one in estimated.METHODS if estimated.is_estimated(name, one)} for name in estimated.MODELS
@@ -126,13 +126,14 @@ def test_all_estimates_are_committed_and_readme_has_them_and_what_was_measured(m
     with tarfile.open(tmp_path / "gpu-check.tgz", "w:gz") as archive:
         archive.add(packed, ".")
     (into := tmp_path / "results").mkdir()
-    (into / "known-models.json").write_bytes(known)
+    for file in ("known-models.json", "ways-to-keep-less.json", "long-context.json", "longest.json", "host-time.md"):
+        (into / file).write_bytes((tables.RESULTS / file).read_bytes())
     tables.unpack(tmp_path / "gpu-check.tgz", into)
-    assert {file.name for file in into.iterdir()} == {
-        "known-models.json", "gpu-models.json", "gpu-bits.json", "gpu-bits.md", "gpu-ops.json"
+    assert {file.name for file in into.glob("gpu-*")} == {
+        "gpu-models.json", "gpu-bits.json", "gpu-bits.md", "gpu-ops.json"
     }  # fmt: skip
-    readme, numbers = (text for _, text in tables.pages(into, tables.ROOT))
-    assert "| BERT-Large, full, 32 x 512 | 20.8 | 12.2 | 6.6 | 6.0 | 6.3 | 12.0 |" in readme
+    readme, numbers, *_ = (text for _, text in tables.pages(into, tables.ROOT))
+    assert "| [measured](docs/numbers.md#on-a-gpu) |  |  |  |  | 12.0 |  |  |  |  |" in readme
     assert f"| {name} | memsave | 1.00 | 12.00 | 0.50 |  | 250.0 |  |" in numbers
     assert f"| {name} | stock (left out: does not fit) |" in numbers and "2 rows, 1 of them wrong" in numbers
     assert "A GPU, torch 2.11.0; `python models.py`, abc, 2026-11-28" in numbers and "85% to 85%" in numbers
