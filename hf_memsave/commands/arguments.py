@@ -56,9 +56,9 @@ COMMANDS = {
     "verify": (
         f"{_INPUTS} {_CONFIG} --layers --deterministic --json",
         "Runs one forward and backward of a model, stock and patched, from the same seed, and compares the loss, every "
-        "gradient and the bytes kept in between. Exit status 0 if they are equal: to the bit, or, where stock run "
-        "twice differs from itself (CUDA's kernels add in no fixed order), within twice that distance. 1 if they "
-        "differ, 2 if the step cannot be run.",
+        "gradient and the bytes kept in between. Exit status 0 if they are equal: to the bit, within twice the "
+        "distance of two stock steps (CUDA's kernels add in no fixed order), or up to the order of sums where tiles or "
+        "a loss in chunks change it. 1 if they differ, 2 if the step cannot be run.",
     ),
     "auto": (
         f"{_INPUTS} --smart|--fast --memory {_CONFIG} --max-batch --out --json",
