@@ -70,7 +70,7 @@ def sentence(step: Ledger, config: MemSaveConfig) -> str:
     whole = "blocks run again" + (", MLPs in rows" if rung == "tiles" else "")
     runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
     first = "the first step" if len(step.told) < 2 else "the first step that trains other parameters"
-    unless = "" if rung == "tiles" or config.compile else " (not with loss='stock')"
+    unless = "" if rung == "tiles" or config.compile else ", but not with loss='stock'"
     chunks = f"the loss ran in chunks, so last bits may differ{unless}" if step.is_loss_chunked else ""
     how = "; ".join(filter(None, ("" if step.uncounted else kinds(step, "avoided"), runs, chunks)))
     unknown = f"; what stock would keep is not counted: {step.uncounted}" if step.uncounted else ""
