@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ABOUT = """*Estimated* from the configuration alone, not run on a GPU. GiB on each device: weights, what is kept there
 between forward and backward beside them, and the peak, which has gradients, the optimizer's states and the work of a
 step in it too, but not fragmentation, buffers of communication, nor about .5 GiB that CUDA takes for itself. Offloaded:
-kept in main memory."""
+kept in main memory. Plain gradient checkpointing and `loss="stock"` make all logits at once, the others a chunk."""
 LONGEST = [setting for setting in SETTINGS if "memsave" not in setting and setting != '`"max"`']
 #: GiB of a GPU.
 CARDS = (24, 48, 80)
@@ -78,7 +78,8 @@ def longest(out: str | None) -> None:
             print(setting, gib, found, sep=", ", flush=True)
             gc.collect()
     rows = [[setting, *(f"{n:,}" for n in of.values())] for setting, of in results.items()]
-    about = f"The longest sequence, in tokens, *estimated*; with CUDA's own .5 GiB in it. {versions()}."
+    about = "The longest sequence, in tokens, *estimated*; with CUDA's own .5 GiB in it. Plain gradient checkpointing "
+    about += f"makes all logits at once, the others a chunk. {versions()}."
     title = f"# Llama-3.1-8B, QLoRA of rank 16 on all linears, one sequence\n\n{about}"
     publish("longest", title, ["setting", *(f"{gib} GiB" for gib in CARDS)], rows, results, out)
 

@@ -37,6 +37,7 @@ no paper's code was run. GB are 10^9 bytes, if nothing else is said, GiB 2^30.
 - In brackets: over stock, the paper's over its own, ours over ours.
 - *here*: the paper's method as hf_memsave has it, approximate where the paper's is. All columns after it give stock's
   gradients (`"tiles"` up to the order of sums).
+- *loss*: stock and gradient checkpointing make all logits at once; *here* and the settings a chunk above 128 MiB.
 - *behind*: the exact setting named there takes a larger share of stock than the paper's method in the paper, or than
   that method here, by more than half a percent of stock. It is `"exact"`; beside WTA-CRS, which adds a fifth to a step
   there, `"gate"`; beside checkpointing `"block"`."""
