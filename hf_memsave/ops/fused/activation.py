@@ -30,8 +30,7 @@ def _activation(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
 
     def back(wanted: Any, dy: Tensor, x: Tensor) -> Any:
         dx, db, _ = kernels().activation_backward(dy, x, act, is_biased)
-        if db is not None:
-            give_sum(dx, db)
+        give_sum(dx, db)
         return (dx,)
 
     return fused(partial(kernels().activation_forward, act=act), back, x)

@@ -67,15 +67,12 @@ def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Ten
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x, None
-    last, before = tape.memo.get(edge_of, (None, None))  # attention takes the decoder's states, the encoder's, and adds
-    for known in (last, before):
-        if known is not None and known.is_of(x):
-            return known.edge(x)
-    if parameter is None:
-        return x, None
-    known = _Known(x, parameter)
-    tape.memo[edge_of] = known, last
-    return known.edge(x)
+    last_two = tape.memo.get(edge_of, ())  # attention takes the decoder's states, the encoder's, and adds
+    known = next((one for one in last_two if one.is_of(x)), None)
+    if known is None and parameter is not None:
+        known = _Known(x, parameter)
+        tape.memo[edge_of] = known, *last_two[:1]
+    return (x, None) if known is None else known.edge(x)
 
 
 def leaves_if_hooked(function: Any) -> Any:

@@ -200,6 +200,6 @@ def wants_sum(y: Tensor) -> bool:
     return isinstance(node, private.node_class(_Linear)) and bool(node.needs_input_grad[2])
 
 
-def give_sum(dy: Tensor, db: Tensor) -> None:
-    """Attach to ``dy`` the sum ``db`` of its rows, for the linear's backward, valid until ``dy`` is written to."""
+def give_sum(dy: Tensor, db: Tensor | None) -> None:
+    """Attach to ``dy`` the sum ``db`` of its rows, if known, for the linear's backward, until ``dy`` is written to."""
     setattr(dy, _SUM, (db, dy._version))

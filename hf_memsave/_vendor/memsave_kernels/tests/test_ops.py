@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memsave_kernels as k
 from cases import CASES
 from cases.case import DEVICE, Case, maker
-from memsave_kernels import _ops
 
 
 class Calls(TorchDispatchMode):
@@ -22,7 +21,7 @@ class Calls(TorchDispatchMode):
         self.found = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == _ops.NAMESPACE:
+        if func.namespace == k.NAMESPACE:
             copies = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
             self.found.setdefault(func, copies)
         return func(*args, **(kwargs or {}))

@@ -2,8 +2,8 @@
 
 from . import layers
 from ._activations import ACTIVATIONS
+from ._define import NAMESPACE
 from ._dropout import draw_seed
-from ._ops import NAMESPACE
 from .activation import activate, activation_backward, activation_forward
 from .bits import pack_bits, unpack_bits
 from .codec import FORMATS, decode, encode
@@ -27,6 +27,7 @@ from .rms_norm import rms_norm, rms_norm_again, rms_norm_backward, rms_norm_forw
 from .rotary import rotary, rotary_backward, rotary_forward
 from .rows import gather_rows, row_norms
 
+__version__ = "0.6.0"
 __all__ = [
     "ACTIVATIONS", "NAMESPACE",
     "FORMATS", "decode", "encode",

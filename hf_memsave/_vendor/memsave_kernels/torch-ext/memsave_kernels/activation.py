@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._activations import activation, check, slope
+from ._define import define
 from ._launch import ceil_div, launch, like, processors
-from ._ops import define
 
 _BLOCK = 1024
 _ROWS, _COLUMNS = 4, 256

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._define import define
 from ._launch import ceil_div, dense, launch
-from ._ops import define
 
 BLOCK = 1024
 _BLOCK = 4096

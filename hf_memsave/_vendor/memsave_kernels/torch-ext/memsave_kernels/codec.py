@@ -33,9 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._define import define
 from ._dropout import uniform
 from ._launch import Long, ceil_div, dense, launch
-from ._ops import define
 
 
 class Format(NamedTuple):

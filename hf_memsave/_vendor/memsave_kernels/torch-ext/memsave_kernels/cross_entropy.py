@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
+from ._define import define
 from ._launch import ceil_div, dense, launch, processors
-from ._ops import define
 
 _BLOCK = 4096
 #: Logits of a chunk.

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._define import define
 from ._launch import ceil_div, launch, like
-from ._ops import define
 
 _BLOCK = 1024
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._define import define
 from ._dropout import drop_args
 from ._dropout_norm_kernels import dropout_norm_backward_kernel, dropout_norm_forward_kernel
 from ._launch import ceil_div, dense, launch, like, row_tile, workers
-from ._ops import define
 
 
 def _forward(

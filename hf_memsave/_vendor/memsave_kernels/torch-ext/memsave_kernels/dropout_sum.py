@@ -10,10 +10,10 @@ Bytes an element in half precision: 6.
 
 from torch import Tensor
 
+from ._define import define
 from ._dropout import drop_args
 from ._dropout_norm_kernels import dropout_sum_kernel
 from ._launch import ceil_div, dense, launch, like, row_tile
-from ._ops import define
 from .dropout_norm import dtype_of_sum
 
 

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._activations import ACTIVATIONS, activation, check
+from ._define import define
 from ._launch import ceil_div, dense, launch, like
-from ._ops import define
 from .bits import BLOCK, store_packed, unpacked
 
 

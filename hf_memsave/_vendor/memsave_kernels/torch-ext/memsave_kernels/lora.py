@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._define import define
 from ._dropout import drop_args, dropped_out
 from ._launch import ceil_div, launch, like
-from ._ops import define
 
 _BLOCK = 1024
 

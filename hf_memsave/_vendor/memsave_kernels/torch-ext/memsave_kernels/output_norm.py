@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._define import define
 from ._launch import ceil_div, dense, launch, like, row_tile, workers
-from ._ops import define
 
 
 @triton.jit

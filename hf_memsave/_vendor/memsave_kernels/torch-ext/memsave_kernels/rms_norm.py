@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._define import define
 from ._launch import ceil_div, dense, launch, like, row_tile, triton_dtype, workers
-from ._ops import define
 
 
 @triton.jit

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._define import define
 from ._launch import ceil_div, launch
-from ._ops import define
 
 
 @triton.jit

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-VERSION = "0.5.1"
-#: Of the ops. Named after the package, so that two copies of it in one process do not meet.
-NAMESPACE = f"{__package__}_{VERSION}".replace(".", "_")
+#: Of the ops, named after the package: in a build for the Hub the kernel's id, so that two builds do not meet.
+NAMESPACE = str(__package__).replace(".", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
