@@ -29,28 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_memsave.arch.sites import first_of_experts, kind_of
 from hf_memsave.device import HALVES, default_generator, fuses_dropout, has_numbers
 from hf_memsave.errors import MemSaveError
 from hf_memsave.logs import warn_once
 from hf_memsave.ops.loss import chunked_loss
-from hf_memsave.tape import Tape, current
+from hf_memsave.tape import Tape, current, private
 from hf_memsave.tape.as_stock import run_counted
 from hf_memsave.tape.dropout import DROPOUTS, drop, dropout_arguments, mask_as_bits, mask_of
 from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.handles import written
-from hf_memsave.tape.private import (
-    COUNTING,
-    are_all_watched,
-    backward_id,
-    checkpoint_frame,
-    innermost_mode,
-    stands_for_many,
-    without,
-    without_hooks,
-)
 from hf_memsave.tape.tape import MADE
 
 #: Rows of all sequences that run at a time where ``tiles="auto"``.
@@ -128,7 +118,7 @@ def run_in_rows(module: nn.Module, forward: Callable[..., Any], rows: int | str,
     if not 0 < most < x.shape[:-1].numel() or not x.is_floating_point() or not is_worth:
         return NotImplemented
     # A block that runs again in backward runs each of its calls, by number, as in its forward.
-    frame = None if tape.outer is None else checkpoint_frame(tape.outer)[0]
+    frame = None if tape.outer is None else private.checkpoint_frame(tape.outer)[0]
     decided = {} if frame is None else vars(frame).setdefault(_DECIDED, {})
     number = tape.memo[_DECIDED] = tape.memo.get(_DECIDED, 0) + 1
     run, y = _Run(module, forward, args, max(most, 2)), NotImplemented
@@ -159,7 +149,7 @@ def run_in_rows(module: nn.Module, forward: Callable[..., Any], rows: int | str,
 
 def _names_of(run: _Run, args: Sequence[Tensor]) -> list[str] | None:
     """Return the names of the parameters that require gradients, None if it runs whole; try each state once."""
-    if are_all_watched():  # by hooks that would see parts
+    if private.are_all_watched():  # by hooks that would see parts
         return None
     known = _found.setdefault(run.module, {})
     kinds = [(a.dim(), a.shape[-1], a.dtype, a.requires_grad) for a in args]
@@ -209,9 +199,9 @@ class _Run:
     @contextlib.contextmanager
     def as_stock(self, masks: _Masks, module: nn.Module | None = None) -> Iterator[Callable[..., Any]]:
         """Give the stock forward, to run under no tape; turn errors but out-of-memory into CannotRunInRowsError."""
-        tape = isinstance(innermost_mode(), Tape)
+        tape = isinstance(private.innermost_mode(), Tape)
         try:
-            with without(tape, False), saved_tensors_hooks(Tensor.detach, Tensor.detach), masks:
+            with private.without(tape, False), saved_tensors_hooks(Tensor.detach, Tensor.detach), masks:
                 # No cache of casts: one made without a graph must not serve code that needs a gradient.
                 with torch.autocast(*self.autocast, cache_enabled=False):
                     yield partial(masks.run, partial(self.forward, module or self.module))
@@ -242,8 +232,9 @@ class _Run:
                 made = forward(*(f[..., part, :] for f in flat))
                 y = made.new_empty(*self.lead, made.shape[-1]) if y is None else y
                 self.flat(y)[..., part, :] = made
-            if has_numbers(y) and backward_id() < 0:
-                made = forward(*(f[..., self.checked, :] for f in flat))
+            if has_numbers(y) and private.backward_id() < 0:
+                with _disable_current_modes():  # selective checkpointing would look for it in the rerun, too
+                    made = forward(*(f[..., self.checked, :] for f in flat))
                 if not self.are_near(made, self.flat(y)[..., self.checked, :]):
                     raise CannotRunInRowsError("what it computes of a row depends on the others")
         self.masks.reset()
@@ -261,7 +252,7 @@ class _Run:
             with torch.enable_grad(), self.as_stock(self.masks) as forward:
                 y = forward(*rows)
             leaves = [*(x for x in rows if x.requires_grad), *parameters]
-            with without_hooks(parameters):
+            with private.without_hooks(parameters):
                 found = list(torch.autograd.grad(y, leaves, dy[..., part, :], allow_unused=True))
             del y
             for i, x in enumerate(rows):
@@ -285,7 +276,7 @@ class _Run:
             views = [cut(a, is_open) if want else a for a, want in zip(own, wants, strict=False)]
             y = forward(*map(self.flat, views)).reshape(*self.lead, -1)
         leaves = [*(x for x, want in zip(views, wants, strict=False) if want), *self.parameters()]
-        with without_hooks(self.parameters()):
+        with private.without_hooks(self.parameters()):
             found = list(torch.autograd.grad(y, leaves, dy, None, is_twice, allow_unused=True))
         is_open.append(True)
         return [*(found.pop(0) if want else None for want in wants[: self.count]), *found]
@@ -310,7 +301,7 @@ class _InRows(torch.autograd.Function):
         for parameter, version in zip(run.parameters(), run.versions, strict=False):
             if parameter._version != version:
                 raise written(parameter, version)
-        is_whole = torch.is_grad_enabled() or stands_for_many(dy)
+        is_whole = torch.is_grad_enabled() or private.stands_for_many(dy)
         return None, *(run.differentiable if is_whole else run.gradients)(args, wants, dy)
 
 
@@ -399,7 +390,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise CannotRunInRowsError(f"it draws random numbers ({func})")
-        if func.overloadpacket in COUNTING and not self.counts:
+        if func.overloadpacket in private.COUNTING and not self.counts:
             raise CannotRunInRowsError(f"it counts or sorts, as routers do ({func})")
         return func(*args, **(kwargs or {}))
 
@@ -419,7 +410,8 @@ def _tried(run: _Run, args: Sequence[Tensor]) -> list[str]:
     count = flat[0].shape[-2]
     half = max(1, count // 2 - 1)  # not where a sequence ends
     watch = _Watch(counts=bool(first_of_experts(run.module)))
-    with torch.enable_grad(), run.as_stock(_Masks(count, [], None), twin) as forward, watch:
+    alone = _disable_current_modes() if has_numbers(given[0]) else contextlib.nullcontext()
+    with torch.enable_grad(), alone, run.as_stock(_Masks(count, [], None), twin) as forward, watch:
         step = partial(_step, forward, dict(run.module.named_parameters()), [a.requires_grad for a in args])
         whole = step(given, 0)
         if has_numbers(given[0]):
@@ -466,7 +458,7 @@ def _step(
     n = torch.arange(first * y.shape[-1], first * y.shape[-1] + y.numel(), device=y.device)
     dy = (n.sin() + n.log1p()).view(y.shape).to(y.dtype)  # its mean differs from row to row, too
     wanted = [x for x in xs if id(x) in leaves]
-    with without_hooks(used.values()):
+    with private.without_hooks(used.values()):
         found = torch.autograd.grad(y, [*wanted, *used.values()], dy) if leaves else ()
     return _Outcome([*used], [y.detach(), *found[: len(wanted)]], [*found[len(wanted) :]])
 
