@@ -16,8 +16,5 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 def enable_checkpointing(model: Any, **options: Any) -> None:
     """Turn on checkpointing of a model's blocks, with ``options`` of ``torch.utils.checkpoint.checkpoint``."""
-    names = (
-        "activation_checkpointing_enable",
-        "gradient_checkpointing_enable",
-    )  # since Transformers 5.23, and before
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # since Transformers 5.23, and before
     getattr(model, next(name for name in names if hasattr(model, name)))({"use_reentrant": False} | options)

@@ -11,7 +11,7 @@ from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.sizes import gib
 from hf_memsave.device import has_numbers
 from hf_memsave.logs import is_measuring, logger
-from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.ledger import SELECTED, Ledger
 from hf_memsave.tape.offload import SMALLEST_NBYTES
 from hf_memsave.tape.private import is_concrete
 
@@ -77,9 +77,12 @@ def sentence(step: Ledger, config: MemSaveConfig) -> str:
     said = f"{first} {kept(step)}{f' ({how})' if how else ''}{unknown}"
     if not step.is_checkpointed_in_stock:
         return f"{said}."
-    advice = 'memsave="block" instead of it keeps as little, and without both more is kept and no block runs twice.'
-    advice = f'leave it out, as memsave="{rung}" runs blocks again already.' if rung in WHOLE else advice
-    return f"gradient checkpointing is on: {said}; {advice}"
+    moved = f" and moves {gib(step.nbytes_moved)} to main memory" if step.nbytes_moved else ""
+    also = ", with offload=True," if moved and not config.offload else ""
+    more = "" if SELECTED in step.kept else "more is kept and "  # chosen products may be more than all that we keep
+    advice = f'checkpoint="block"{also} instead of it keeps no more, and without both {more}no block runs twice.'
+    advice = f'leave it out{also or ","} as memsave="{rung}" runs blocks again already.' if rung in WHOLE else advice
+    return f"gradient checkpointing is on{moved}: {said}; {advice}"
 
 
 def kept(step: Ledger) -> str:

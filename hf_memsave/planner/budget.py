@@ -38,10 +38,14 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
     assert config.budget is not None
     remedy = f"Plan by hand: hf_memsave.plan(model, budget={config.budget!r}, batch_size=..., seq_len=...).config."
     optim, reason = str(getattr(args.optim, "value", args.optim)), ""
+    kinds = ("activation_checkpointing", "gradient_checkpointing")  # of some blocks alone, it is planned without it
+    options: dict[str, Any] = next(filter(None, (getattr(args, f"{kind}_kwargs", None) for kind in kinds)), {})
     if optim not in _OPTIMIZERS:
         reason = f"expected optim to be one of {', '.join(_OPTIMIZERS)}, got {optim}"
     elif not isinstance(getattr(model, "config", None), PreTrainedConfig):
         reason = f"expected a model of Transformers, got {type(model).__name__}"
+    elif options.get("selective"):
+        reason = f"expected gradient checkpointing of whole blocks, got {options}"
     if reason:
         raise PlanError(f"budget={config.budget!r}: {reason}. {remedy}")
     weights = [p for p in model.parameters() if p.is_floating_point()]
@@ -55,7 +59,7 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         optimizer=_OPTIMIZERS[optim], accumulation=args.gradient_accumulation_steps,
         lora=_lora(model, remedy), quantized="nf4" if getattr(model, "is_loaded_in_4bit", False) else None,
-        checkpointing=getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False),
+        checkpointing=any(getattr(args, kind, False) for kind in kinds) and options.get("every_n_layers", 1) == 1,
         attention="eager" if getattr(model.config, "_attn_implementation", None) == "eager" else "flash",
         devices=args.world_size,
         sharding="fsdp" if args.fsdp else {1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage, "ddp"),

@@ -178,6 +178,7 @@ class BudgetPlan:
             *["Stock fits: nothing is needed."] * is_stock,
             f"The cheapest in {both(self.budget)}: {self.best.name}.{exact}",
             "More work: products and attention, not elementwise functions or copies. Stock makes all logits at once.",
+            'checkpoint="gate": attention and outputs of experts are kept, everything else of a block runs again.',
         ]
 
     def __repr__(self) -> str:

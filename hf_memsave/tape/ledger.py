@@ -25,7 +25,7 @@ from torch import Tensor
 from hf_memsave.tape.content import COUNTED, Content, is_parameter
 from hf_memsave.tape.kinds import STATE, Makers
 from hf_memsave.tape.offload import Away
-from hf_memsave.tape.private import tree_leaves
+from hf_memsave.tape.private import checkpoint_frame, tree_leaves
 from hf_memsave.tape.tensors import is_plain
 
 #: Kind of the tensors that PyTorch's selective checkpointing keeps.
@@ -64,6 +64,7 @@ class Ledger:
         kept: Bytes that are kept on the device, by what made them.
         offloaded: Bytes that are kept in main memory, by what made them.
         nbytes_recomputed: Bytes that would be kept in addition if no linear was recomputed.
+        nbytes_moved: Bytes that the caller's gradient checkpointing moves to main memory, in stock too.
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed_in_stock: The caller has turned on gradient checkpointing, which recomputes whole blocks.
         is_loss_chunked: Logits were computed in chunks.
@@ -77,7 +78,7 @@ class Ledger:
         self.avoided: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
         self.offloaded: Counter[str] = Counter()
-        self.nbytes_recomputed = 0
+        self.nbytes_recomputed = self.nbytes_moved = 0
         self.is_counted = self.is_checkpointed_in_stock = self.is_loss_chunked = self.is_trial = self.is_on_cpu = False
         self.uncounted = ""
         self.told: list[int] = []
@@ -99,9 +100,8 @@ class Ledger:
 
     def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:
         """Note that checkpoint ``frame`` keeps ``tensors`` and a generator's state; in stock too, if ``is_asked``."""
-        state = _Entry(self._forward, torch.get_rng_state().nbytes, STATE)
-        self._entries.append(state)
-        for entry in [*self._of(tensors), state]:
+        self._entries.append(_Entry(self._forward, torch.get_rng_state().nbytes, STATE))
+        for entry in [self._entries[-1], *self._of(tensors)]:
             entry.note_holder(frame, is_asked)
         self._frames.append(weakref.ref(frame))
         self.is_checkpointed_in_stock |= is_asked
@@ -150,12 +150,13 @@ class Ledger:
         """Count what is kept, now that the forward has returned ``out``."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
-        self.nbytes_recomputed = self._recomputed
-        for frame in filter(None, (ref() for ref in self._frames)):
+        self.nbytes_recomputed, self.nbytes_moved, nodes = self._recomputed, 0, [*_nodes_of(out)]
+        for frame in ({ref() for ref in self._frames} | {f for node in nodes for f in _frames_of(node)}) - {None}:
             for entry in self._of(_selected(frame)):
                 entry.note_holder(frame, is_asked=True)
                 entry.made_by = SELECTED
-        for node in _nodes_of(out):
+            self.nbytes_moved += sum(x.untyped_storage().nbytes() for x in _moved(frame))
+        for node in nodes:
             self.is_checkpointed_in_stock |= "run_function" in getattr(node, "__dict__", {})  # reentrant
             for entry in self._of(_held_by(node)):
                 entry.note_holder(self, is_asked=True)
@@ -227,6 +228,18 @@ def _held_by(node: Any) -> list[Tensor]:
     held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
     held += [node.variable] if node.name().endswith("AccumulateGrad") else []
     return [x for x in held if isinstance(x, Tensor)]
+
+
+def _frames_of(node: Any) -> list[Any]:
+    """Return what PyTorch's checkpointing knows of the calls in which a node saved its tensors."""
+    saved = _leaves([getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")])
+    return [checkpoint_frame([hook])[0] for one in saved if (hook := getattr(one, "unpack_hook", None)) is not None]
+
+
+def _moved(frame: Any) -> list[Tensor]:
+    """Return what ``save_on_cpu`` around a checkpointed call keeps of its arguments."""
+    packed = [getattr(one, "data", None) for one in getattr(frame, "saved_args", ())]  # a handle, if a tape keeps it
+    return [x for one in packed if type(one) is tuple for x in one if isinstance(x, Tensor)]
 
 
 def _selected(frame: Any) -> list[Tensor]:

@@ -113,6 +113,38 @@ def test_trl(checkpointing, folder, folder_with_tokenizer, tmp_path, lines):
         check(line, model, batch, forward=forward)
 
 
+@pytest.mark.parametrize("kind", ["every second layer", "selective"])
+def test_trainers_checkpointing_of_some(kind, folder, folder_with_tokenizer, tmp_path, lines):
+    """Every second layer by Transformers' trainer, and TRL's selective one: weights have stock's bits, figures true."""
+    import datasets
+    import trl
+
+    options = {"selective": True} if kind == "selective" else {"every_n_layers": 2}
+    fixed = FIXED | {"per_device_train_batch_size": SIZE.batch, "gradient_checkpointing_kwargs": options}
+    ids = batch_for(build("llama"), Size(batch=8, seq=SIZE.seq))["input_ids"].tolist()
+    weights, measured = [], []
+    for memsave in (False, True):
+        model = LlamaForCausalLM.from_pretrained(folder).train()
+        if kind == "selective":
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder_with_tokenizer)
+            arguments, rows = trl.SFTConfig(str(tmp_path), **fixed), datasets.Dataset.from_dict({"input_ids": ids})
+            more = {"processing_class": tokenizer, "memsave": memsave}
+            trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, **more)
+        else:
+            arguments = TrainingArguments(str(tmp_path), gradient_checkpointing=True, **fixed)
+            rows = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in ids]
+            trainer = Trainer(model, arguments, train_dataset=rows, memsave=memsave)
+        trainer.train()
+        weights.append(copy.deepcopy(model.state_dict()))
+        forward = lambda trainer=trainer, model=model, **inputs: trainer.compute_loss(model, dict(inputs))  # noqa: E731
+        measured.append(measure_kept(model, next(iter(trainer.get_train_dataloader())), forward=forward).total)
+    assert all(torch.equal(weights[0][name], x) for name, x in weights[1].items())
+    (line,) = lines()
+    assert line.startswith("hf_memsave: gradient checkpointing is on: the first step keeps ")
+    assert sizes(line) == [(pytest.approx(measured[1], rel=0.02), pytest.approx(measured[0], rel=0.02))]
+    assert ("more is kept" in line) == (kind != "selective")
+
+
 @pytest.mark.parametrize("door", ["plain", "lora", "offload", "gate", "bf16"])
 def test_a_plain_loop(door, folder, lines):
     config = {"offload": {"offload": True}, "gate": {"checkpoint": "gate"}}.get(door, True)

@@ -88,6 +88,21 @@ def test_a_step_is_planned_as_the_trainer_takes_it(tmp_path, monkeypatch):
     )]  # fmt: skip
 
 
+@pytest.mark.parametrize(("options", "is_planned_with"), [({"every_n_layers": 2}, False), ({"offload": True}, True)])
+def test_checkpointing_of_some_blocks_is_planned_without_and_selective_not_at_all(
+    options, is_planned_with, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(module, "plan", lambda model, **step: asked.append(step["checkpointing"]))
+    batches = torch.utils.data.DataLoader(samples(), collate_fn=collate)
+    args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
+    plan_for(MemSaveConfig(budget="24GiB"), llama(), args, batches)
+    assert asked == [is_planned_with]
+    args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=options | {"selective": True})
+    with pytest.raises(PlanError, match="expected gradient checkpointing of whole blocks, got .*'selective': True"):
+        plan_for(MemSaveConfig(budget="24GiB"), llama(), args, batches)
+
+
 class Drawing(torch.utils.data.Dataset):
     """Crops and masks at random: every row by all generators that there are, and by how many were read."""
 

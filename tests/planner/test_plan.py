@@ -61,6 +61,8 @@ def test_what_fits_at_the_floor_costs_nothing_and_nothing_is_traced_again(monkey
     assert again.best == found.best
     words = "Stock fits: nothing is needed.\nThe cheapest in 24.00 GiB (25.8 GB): no product runs again."
     assert words in str(again) and "Stock fits" not in str(found)
+    rungs = 'checkpoint="gate": attention and outputs of experts are kept, everything else of a block runs again.'
+    assert rungs in str(found)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=MATRIX)])
