@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from hf_memsave.device import waits
 from hf_memsave.tape.autocast import WIDENED, WIDENED_WITHIN, wide
+from hf_memsave.tape.content import is_parameter
 from hf_memsave.tape.parameters import CASTS
 from hf_memsave.tape.private import c_functions
 from hf_memsave.tape.tape import MADE, Handler, Tape, new
@@ -175,6 +176,15 @@ def unversioned_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...
     return out
 
 
+@sees_writes
+def address(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle ``x.data_ptr()``: a kernel that is given the address may write there, unseen by the version of ``x``."""
+    if not is_parameter(args[0]):
+        tape.before_write(args[0])
+        tape.mark_unversioned(args[0])
+    return func(*args)
+
+
 def named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
     """Yield the functions of these names that ``homes``, modules and classes, have."""
     for name in names:
@@ -200,6 +210,7 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
     **dict.fromkeys((F.embedding, F.embedding_bag), embedding),
+    Tensor.data_ptr: address,
     **dict.fromkeys((Tensor.data.__get__, Tensor.data.__set__), unversioned_alias),  # type: ignore[attr-defined]
     **dict.fromkeys(named(NEW, torch, Tensor, torch.special), new),
     **dict.fromkeys(named("cat concat concatenate stack hstack vstack dstack".split(), torch), joined),
