@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import GIB
-from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.errors import ConfigError
 from hf_memsave.logs import logger
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
@@ -134,11 +134,6 @@ class MemSaveCallback(TrainerCallback, ExportableState):
             unpatch(model)
 
     def _patch(self, args: TrainingArguments, state: Any, model: nn.Module, batches: Any = None) -> None:
-        if args.use_liger_kernel:
-            raise PatchError(
-                "use_liger_kernel=True and hf_memsave both replace the model's forwards, and cannot be combined. Set "
-                "use_liger_kernel=False, or train without hf_memsave."
-            )
         if self.config.budget is not None:
             if batches is None:  # as the trainer is made: how long its rows are is not known yet
                 return
@@ -153,17 +148,24 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         self.report, self._model = patch(model, self.config), weakref.ref(model)
 
 
+class _Uncover(TrainerCallback):
+    """Patch a patched model again, as training begins, if a forward hides ours since: TRL's, or Liger-Kernel's."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        for module, config in patched_models(model):
+            if hides_forward(module):
+                patch(module, config)
+
+
 def without_callback(trainer: Any, memsave: Any) -> None:
-    """Unpatch a trainer's model for ``memsave=False`` with no callback; else patch it if another forward hides ours."""
-    if (model := getattr(trainer, "model", None)) is None or not (found := patched_models(model)):
+    """Unpatch a trainer's model for ``memsave=False`` with no callback; else have no other forward hide ours."""
+    if (model := getattr(trainer, "model", None)) is None or not patched_models(model):
         return
     if memsave is False and not any(isinstance(c, MemSaveCallback) for c in trainer.callback_handler.callbacks):
         unpatch(model)
         logger.info("memsave=False: the model was patched, and is stock again. hf_memsave.patch(model) patches it.")
         return
-    for module, config in found:  # trainers such as TRL's may have set a forward since
-        if hides_forward(module):
-            patch(module, config)
+    trainer.add_callback(_Uncover())
 
 
 class MemSaveMixin:

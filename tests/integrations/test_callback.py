@@ -208,11 +208,7 @@ def test_another_config_than_the_models_is_refused_by_every_door(make):
     assert {name: patch_of(module) for name, module in model.named_modules()} == before
 
 
-def test_liger_asking_for_nothing_and_for_what_there_is_not_are_refused(make):
-    trainer = make()
-    trainer.args.use_liger_kernel = True
-    with pytest.raises(PatchError, match="Set use_liger_kernel=False"):
-        MemSaveCallback().add_to(trainer)
+def test_asking_for_nothing_and_for_what_there_is_not_are_refused():
     with pytest.raises(ConfigError, match="asks for nothing"):
         MemSaveCallback(False)
     with pytest.raises(ConfigError, match="unknown preset 'nope'"):
