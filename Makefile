@@ -43,7 +43,7 @@ test-torch: ## Run what PyTorch's version decides with TORCH=2.11.0, in an envir
 
 kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 "$(CURDIR)/$(BIN)/python" -m pytest -m "not long" -n logical --maxprocesses 8
-	TRITON_INTERPRET=1 $(PYTEST) -m "not matrix" -k "not on_a_gpu" tests/ops/fused
+	TRITON_INTERPRET=1 $(PYTEST) -m "not matrix" -k "not on_a_gpu" tests/ops/fused tests/integrations/test_beside_kernels.py
 
 matrix: $(INSTALLED) ## Run what `make test-all` leaves out: more combinations of settings and budgets
 	$(PYTEST) -m matrix $(ARGS)

@@ -22,6 +22,7 @@ from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_atte
 from hf_memsave.patching.blocks import block_at, block_numbers, head_of
 from hf_memsave.patching.rows import may_run_in_rows
 from hf_memsave.patching.swap import Patch, hides_forward, patched_models, stock_class
+from hf_memsave.tape.applied import is_of_kernels
 
 #: Kinds of modules written in Python: left to stock, a tape records nothing inside but dropouts.
 _QUIET = ("activation", "norm", "attention", "lora")
@@ -119,6 +120,8 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
             reason = _why_hidden(module)  # another tool's forward runs instead
             if not OPS[op].is_implied:
                 found.errors.append(_hidden(name, module))
+        elif op == "activation" and is_of_kernels(_tool_of(model.get_submodule(name.rpartition(".")[0]).forward)):
+            reason = "a kernel around it computes it"
         elif refusal := OPS[op].refuse(module, value):
             found.errors.append(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}")
             continue
@@ -173,21 +176,13 @@ def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, number
 
 
 def _foreign(model: nn.Module) -> str:
-    """Return the error for a model that was traced or scripted, or whose forwards Liger-Kernel has replaced, or ""."""
+    """Return the error for a model that was traced or scripted, or ""."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return (
                 f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
                 "runs no module's forward any more. Patch the model that was traced."
             )
-        cls = stock_class(module)
-        if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
-            return (
-                f"{name or 'the model'} is patched by Liger-Kernel, which hf_memsave cannot be combined with. Load the "
-                "model in a process that has not applied Liger (with Trainer: use_liger_kernel=False)."
-            )
-        if _tool_of(module.__dict__.get("forward")).startswith("liger_kernel"):
-            return _hidden(name, module)
     return ""
 
 

@@ -24,6 +24,7 @@ from hf_memsave.patching.rows import forget, reasons
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, mark_buffers
+from hf_memsave.tape import applied
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -229,6 +230,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     resolved = MemSaveConfig.resolve(config, fields)
     if resolved is None:
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) for stock.")
+    applied.find()
     found = collect(model, resolved)
     check(model, resolved, found, replace)
     before = found.before

@@ -35,6 +35,7 @@ from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
 from hf_memsave.patching.first_step import FIRST, LEDGER, tell, trained_in, waiting
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.tape import Tape, clear_leftovers, current, has_leftovers, hooks_work, private, table_without
+from hf_memsave.tape.applied import APPLIED
 from hf_memsave.tape.bits import CODERS, Coders
 from hf_memsave.tape.calls import Calls
 from hf_memsave.tape.codecs import Encoder, leave_alone
@@ -63,7 +64,7 @@ CALLS: weakref.WeakKeyDictionary[nn.Module, dict[int, dict[int, int]]] = weakref
 
 
 @lru_cache(1024)
-def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> BlockSettings:
+def settings_of(config: MemSaveConfig, block: int, has_quantized: bool, applied: int) -> BlockSettings:
     """Return a tape's settings for block number ``block``: the table, what is kept of dropouts, what packs bits."""
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
     stock += [] if config.frozen else ["frozen"]
@@ -71,11 +72,11 @@ def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> Block
     dropout = "small" if config.dropout == "auto" and is_below else config.dropout
     if config.backend == "torch":
         return table_without(*stock), dropout, CODERS
-    return _fused_table(tuple(stock), has_quantized), dropout, FUSED_CODERS
+    return _fused_table(tuple(stock), has_quantized, applied), dropout, FUSED_CODERS
 
 
 @cache
-def _fused_table(stock: tuple[str, ...], has_quantized: bool) -> Mapping[Any, Any]:
+def _fused_table(stock: tuple[str, ...], has_quantized: bool, applied: int) -> Mapping[Any, Any]:
     """Return the table with fused linears: some 1000 entries, shared by all that leave the same kinds to stock."""
     return table_without(*stock) | fused_linear.FUNCTIONS
 
@@ -99,7 +100,7 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
         is_model = isinstance(module, PreTrainedModel) and config.loss == "chunked"
         with without_tape(_head_below(module), args, kwargs) if is_model else _ALONE:
             return forward(module, *args, **kwargs)
-    settings = settings_of(config, block, "bitsandbytes" in sys.modules)
+    settings = settings_of(config, block, "bitsandbytes" in sys.modules, len(APPLIED))
     entering: contextlib.AbstractContextManager[Any] = _ALONE
     if sampler is not None and module.training:
         cls: Any = type(module)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
+from hf_memsave.tape import applied
 from hf_memsave.tape.attention import ATTENTION
 from hf_memsave.tape.dropout import DROPOUTS
 from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, may_write, unrecorded
@@ -40,15 +41,16 @@ UNRECORDED_BUT_DROPOUTS = MappingProxyType({**UNRECORDED, **DROPOUTS})
 
 def table_without(*kinds: str) -> MappingProxyType[object, Handler]:
     """Return the table without the functions of these kinds (see :data:`FUNCTIONS_OF`)."""
-    return _table_without(kinds, "bitsandbytes" in sys.modules)
+    return _table_without(kinds, "bitsandbytes" in sys.modules, len(applied.APPLIED))
 
 
 @cache
-def _table_without(kinds: tuple[str, ...], has_quantized: bool) -> MappingProxyType[object, Handler]:
+def _table_without(kinds: tuple[str, ...], has_quantized: bool, _: int) -> MappingProxyType[object, Handler]:
     left_out = frozenset().union(*(FUNCTIONS_OF.get(kind, frozenset()) for kind in kinds))
     rest = {func: handler for func, handler in TABLE.items() if func not in left_out}
     if has_quantized:  # a base weight in full precision is recomputed, as DoRA needs it
         ops = torch.ops.bitsandbytes
         rest |= dict.fromkeys((ops.dequantize_4bit.default, ops.dequantize_blockwise.default), new)
+    rest |= dict.fromkeys((apply for apply, kind in applied.APPLIED.items() if kind not in kinds), new)
     rest |= {func: handler for func, handler in _STATISTICS.items() if func in left_out}
     return MappingProxyType(rest | dict.fromkeys(left_out & _MAY_WRITE, unrecorded))

@@ -7,13 +7,12 @@ import pytest
 import torch
 import trl.models
 from peft import LoraConfig, get_peft_model
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import modeling_utils
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.config.sizes import gib
-from support.helpers import of_layers, on_cpu_alone
+from support.helpers import CopiesAsOnCuda, of_layers, on_cpu_alone
 from support.in_rows import assert_near
 from support.pairs import pairwise
 from support.steps import assert_same, step
@@ -31,13 +30,6 @@ HOW = {
     "every second": {"every_n_layers": 2}, "offload": {"offload": True}, "both": {"every_n_layers": 2, "offload": True},
     "TRL": {}, "TRL, every second": {"every_n_layers": 2}, "products": {},
 }  # fmt: skip
-
-
-class CopiesAsOnCuda(saved_tensors_hooks):
-    """In place of ``save_on_cpu``, which pins memory, and so needs an accelerator: copies stand for main memory."""
-
-    def __init__(self, **_):
-        super().__init__(lambda x: (x.device, torch.empty_like(x).copy_(x)), lambda packed: packed[1].clone())
 
 
 def make(family, size=SIZE, **options):

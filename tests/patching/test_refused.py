@@ -12,46 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2Model
-from transformers.models.llama import modeling_llama
 
 from hf_memsave import WTACRS, ConfigError, MemSaveConfig, PatchError, measure_kept, patch, unpatch
 from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, state_of, step
 from support.zoo import batch_for
-
-
-def _liger_class(model, monkeypatch):
-    class LigerRMSNorm(modeling_llama.LlamaRMSNorm):
-        __module__ = "liger_kernel.transformers.rms_norm"
-
-    model.model.norm.__class__ = LigerRMSNorm
-
-
-def _liger_function(model, monkeypatch):
-    def lce_forward(self, *args, **kwargs): ...
-
-    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lce_forward)
-
-
-REFUSED = {
-    "a class of Liger": (_liger_class, ("model.norm", "Liger", "use_liger_kernel=False")),
-    "a forward of Liger": (_liger_function, ("model.layers.0.mlp", "Liger", "use_liger_kernel=False")),
-}
-
-
-@pytest.mark.parametrize("before", [None, "tempo"], ids=str)
-@pytest.mark.parametrize("spoil", REFUSED)
-def test_a_refused_model_is_left_as_it_was(spoil, before, llama, monkeypatch):
-    if before is not None:
-        patch(llama, before)
-    make, words = REFUSED[spoil]
-    make(llama, monkeypatch)
-    state = state_of(llama)
-    with pytest.raises(PatchError) as refusal:
-        patch(llama)
-    assert [word for word in words if word not in str(refusal.value)] == []
-    assert state_of(llama) == state
 
 
 @pytest.mark.parametrize("rung", ["gate", "block"])

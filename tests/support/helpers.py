@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from hf_memsave.count.kept import live_tensors, measure_kept, storages
@@ -309,3 +310,10 @@ def nbytes(*tensors):
 
 def generator_state(device):
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class CopiesAsOnCuda(saved_tensors_hooks):
+    """In place of ``save_on_cpu``, which pins memory, and so needs an accelerator: copies stand for main memory."""
+
+    def __init__(self, **_):
+        super().__init__(lambda x: (x.device, torch.empty_like(x).copy_(x)), lambda packed: packed[1].clone())

@@ -39,10 +39,10 @@ def step(model: nn.Module, batch: Any, seed: int = 7, low: torch.dtype | None = 
     return backward(model, loss)
 
 
-def backward(model: nn.Module, loss: Tensor) -> Results:
+def backward(model: nn.Module, loss: Tensor, **options: Any) -> Results:
     """Loss and gradients of its backward alone."""
     model.zero_grad(set_to_none=True)
-    loss.backward()
+    loss.backward(**options)
     return {"loss": loss.detach().clone(), **gradients(model)}
 
 

@@ -1,0 +1,194 @@
+"""Models with the kernels of Liger-Kernel or of the Hub: loss and gradients are theirs as they stand, less is kept."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments, modeling_utils
+from trl.models import enable_selective_activation_checkpointing
+
+from hf_memsave import MemSaveTrainer, measure_kept, patch, unpatch
+from hf_memsave.ops.loss import chunked_loss
+from support.helpers import CopiesAsOnCuda
+from support.kernels import interpreted
+from support.libraries import built_for_hub, kernelized, with_liger
+from support.lora import adapted
+from support.steps import assert_same, backward, patched_copy, step
+from support.zoo import Size, batch_for, build
+
+pytestmark = interpreted
+SIZE = Size(hidden=16, heads=2, layers=2, batch=1, seq=6)
+RUNGS = {"exact": {}, **{rung: {"checkpoint": rung} for rung in ("o_proj", "qkv", "up", "gate", "block", "tiles")}}
+NO_LOSS = {"fused_linear_cross_entropy": False}
+ROPE_ALONE = {"rms_norm": False, "swiglu": False, **NO_LOSS}
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Has Liger-Kernel change a model: all that it can, or as its options say."""
+    return partial(with_liger, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    return built_for_hub(tmp_path_factory.mktemp("hub"))
+
+
+@pytest.fixture
+def kernelize(monkeypatch, repository):
+    return lambda model, family: kernelized(monkeypatch, model, repository)
+
+
+@pytest.fixture(params=["full", "lora"])
+def make(request):
+    """Makes a small model, whole or with PEFT's adapters and dropout on all linears."""
+    return build if request.param == "full" else lambda family, size: adapted(family, "fp32", size=size)
+
+
+def inner(model):
+    """The model below adapters and head."""
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).model
+
+
+def assert_bits(stock, seeds=(7,), **config):
+    ours, batch = patched_copy(stock, **config), batch_for(stock, SIZE)
+    for seed in seeds:
+        assert_same(step(ours, batch, seed), step(stock, batch, seed))
+    return ours
+
+
+@pytest.mark.parametrize("family", "llama mistral qwen2 qwen3 gemma gemma2 gemma3 phi3 olmo2 glm4".split())
+def test_beside_liger_gradients_are_those_of_the_model_as_it_stands(family, make, liger):
+    assert_bits(liger(make(family, SIZE), family))
+
+
+@pytest.mark.parametrize("family", "llama mistral qwen2 qwen3 gemma gemma2 gemma3 olmo2".split())
+def test_beside_kernelized_modules_too(family, make, kernelize):
+    stock = kernelize(make(family, SIZE), family)
+    assert any("memsave_kernels" in module.forward.__func__.__globals__["__name__"] for module in stock.modules())
+    assert_bits(stock)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_at_every_rung(rung, make, liger):
+    assert_bits(liger(make("llama", SIZE), "llama"), (7, 8), **RUNGS[rung])  # the second step records less
+
+
+@pytest.mark.parametrize(("family", "rung"), [("qwen3", "exact"), ("llama", "qkv")])
+def test_what_the_rotary_kernel_writes_over_is_not_computed_again(family, rung, liger):
+    """Queries and keys: a norm of Qwen3 makes them, and a linear."""
+    assert_bits(liger(build(family, SIZE), family, **ROPE_ALONE), **RUNGS[rung])
+
+
+def test_a_model_built_of_ligers_classes_is_taken_too(liger):
+    liger(build("llama", SIZE), "llama")  # which swaps classes of the file
+    stock = build("llama", SIZE)
+    assert type(stock.model.norm).__name__ == "LigerRMSNorm"
+    assert_bits(stock, checkpoint="gate")
+
+
+@pytest.mark.parametrize("rung", ["exact", "qkv"])
+@pytest.mark.parametrize("library", ["liger", "kernelize"])
+def test_a_library_may_come_after_the_patch(library, rung, request):
+    stock, ours = (build("llama", SIZE) for _ in range(2))
+    patch(ours, **RUNGS[rung])
+    for model in (stock, ours):
+        request.getfixturevalue(library)(model, "llama")
+    assert_same(step(ours, batch_for(ours, SIZE)), step(stock, batch_for(stock, SIZE)))
+
+
+@pytest.mark.parametrize(("config", "floor"), [({}, 1.03), ({"checkpoint": "gate"}, 1.2)])
+@pytest.mark.parametrize("library", ["liger", "kernelize"])
+def test_together_they_keep_as_little_as_ours_alone(library, config, floor, make, request):
+    """But for numbers of rows, and at "gate" for what the rotary kernel has written over."""
+    size = replace(SIZE, hidden=64)
+    stock = make("llama", size)
+    theirs = request.getfixturevalue(library)(copy.deepcopy(stock), "llama")
+    ids, ours, both = batch_for(stock, size)["input_ids"], patched_copy(stock, **config), patched_copy(theirs, **config)
+    kept = [measure_kept(m, {}, lambda m=m: inner(m)(input_ids=ids)).total for m in (stock, theirs, ours, both)]
+    assert kept[3] < min(floor * kept[2], 0.8 * kept[1]) and kept[1] < kept[0]
+
+
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK", 2**10)
+
+
+def test_ligers_loss_stays_where_ours_would_be_in_chunks(liger, monkeypatch):
+    small_chunks(monkeypatch)
+    ours = assert_bits(liger(build("llama", SIZE), "llama"))
+    assert ours(**batch_for(ours, SIZE)).logits is None
+
+
+def test_what_our_chunked_loss_has_computed_is_not_written_over_by_ligers_norm(liger, monkeypatch):
+    """In backward that norm writes over the gradient that it is given. A second one through the same graph has it."""
+    small_chunks(monkeypatch)
+    stock = liger(build("llama", SIZE), "llama", swiglu=False, **NO_LOSS)
+    ours, batch, found = patched_copy(stock), batch_for(stock, SIZE), []
+    for model in (ours, stock):
+        loss = model(**batch).loss
+        found.append([backward(model, loss, retain_graph=True) for _ in range(2)])
+    assert_same(*found[0])
+    for name, expected in found[1][0].items():
+        torch.testing.assert_close(found[0][0][name], expected, msg=name)
+
+
+@pytest.mark.parametrize("door", ["trainer", "model"])
+def test_a_trainer_switches_both_on(door, liger, tmp_path, caplog):
+    liger(build("llama", SIZE), "llama")  # so that what the trainer has it change is put back
+    options = {"use_liger_kernel": True, "max_steps": 1, "use_cpu": True, "report_to": [], "learning_rate": 1e-2}
+    trained = []
+    for memsave in (False, True):
+        model = build("llama", SIZE)
+        if memsave and door == "model":
+            patch(model)
+        cls, asked = (MemSaveTrainer, {"memsave": memsave}) if door == "trainer" else (Trainer, {})
+        rows = [{name: x[0] for name, x in batch_for(model, SIZE).items()}]
+        trainer = cls(model, TrainingArguments(tmp_path, **options), train_dataset=rows, **asked)
+        trainer.train()
+        trained.append(dict(trainer.model.named_parameters()))
+    assert_same(*trained[::-1])
+    assert "liger_kernel" in model.forward.__func__.__globals__["__name__"]
+    assert "the first step keeps" in caplog.text
+    unpatch(model)
+    assert "liger_kernel" in model.forward.__func__.__globals__["__name__"]
+
+
+def test_an_activation_that_a_kernel_computes_is_said_to_be_skipped(liger):
+    report = patch(liger(build("llama", SIZE), "llama"), activation="few_bit")
+    assert {site.status for site in report.sites if site.op == "activation"} == {"skipped"}
+    assert "activation         SiLUActivation: a kernel around it computes it" in str(report)
+
+
+def checkpointed(model, family, **options):
+    model.activation_checkpointing_enable({"use_reentrant": False}, **options)
+    return model
+
+
+def selective(model, family):
+    enable_selective_activation_checkpointing(checkpointed(model, family))
+    return model
+
+
+#: How a model is changed before it is patched: by others' kernels, others' checkpointing, or both.
+OTHERS = {
+    "liger, every second layer": (["liger"], partial(checkpointed, every_n_layers=2)),
+    "liger, offload": (["liger"], partial(checkpointed, offload=True)),
+    "liger, selective": (["liger"], selective),
+    "kernelize, every second layer": (["kernelize"], partial(checkpointed, every_n_layers=2)),
+    "kernelize, offload": (["kernelize"], partial(checkpointed, offload=True)),
+    "kernelize, selective": (["kernelize"], selective),
+    "liger, kernelize": (["kernelize", "liger"], lambda model, family: model),
+}
+
+
+@pytest.mark.parametrize("rung", ["exact", "gate", "block"])
+@pytest.mark.parametrize("others", OTHERS)
+def test_others_together(others, rung, request, monkeypatch):
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", CopiesAsOnCuda)
+    libraries, checkpoint = OTHERS[others]
+    stock = build("llama", SIZE)
+    for library in libraries:
+        stock = request.getfixturevalue(library)(stock, "llama")
+    assert_bits(checkpoint(stock, "llama"), **RUNGS[rung])
