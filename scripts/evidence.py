@@ -51,6 +51,7 @@ EVIDENCE = {
     "approximate-steps": Evidence(
         "bench/approximate_steps.py --out {out}", 2, {"from float64": (0.1, 1e-7), "spread": (0.25, 0.0), **_ERRORS}
     ),
+    "beside": Evidence("bench/beside.py --out {out}", 2),
     "engines": Evidence("bench/engines.py --out {out}", 2),
     "estimate-records": Evidence("bench/estimate_records.py --out {out}", 1, {"difference": (0.0, 0.1)}),
     "fine-tuning": Evidence("bench/fine_tuning.py --glue {glue} --cache {out} --out {out}", 1, _METRICS),
