@@ -1,8 +1,12 @@
 """Models with the kernels of Liger-Kernel or of the Hub: loss and gradients are theirs as they stand, less is kept."""
 
 import copy
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +73,40 @@ def test_beside_kernelized_modules_too(family, make, kernelize):
     stock = kernelize(make(family, SIZE), family)
     assert any("memsave_kernels" in module.forward.__func__.__globals__["__name__"] for module in stock.modules())
     assert_bits(stock)
+
+
+#: Transformers marks its classes as it is imported, if it likes the version of ``kernels``: it wants one not out yet.
+MARKED = """
+import transformers.utils.import_utils as utils
+utils.is_kernels_available = lambda *_: True
+import kernels, sys
+from pathlib import Path
+from hf_memsave import patch
+from support.steps import assert_same, step
+from support.zoo import Size, batch_for, build
+
+layer, found = kernels.LocalLayerRepository(Path(sys.argv[1]), layer_name="RMSNorm"), []
+for order in ("kernels", "kernels memsave", "memsave kernels"):
+    model = build("llama", Size(hidden=16, heads=2, layers=2, batch=1, seq=6))
+    for what in order.split():
+        if what == "memsave":
+            patch(model)
+            continue
+        with kernels.use_kernel_mapping({"RMSNorm": {model.device.type: layer}}, inherit_mapping=False):
+            kernels.kernelize(model, mode=kernels.Mode.TRAINING, device=model.device.type)
+    assert "memsave_kernels" in model.model.norm.forward.__func__.__globals__["__name__"]
+    assert model.model.layers[0].self_attn._kernel_funcs
+    found.append(step(model, batch_for(model, Size(batch=1, seq=6))))
+assert_same(found[1], found[0])
+assert_same(found[2], found[0])
+"""
+
+
+def test_in_the_slots_that_transformers_marks(repository):
+    paths = [str(Path(__file__).parents[up]) for up in (1, 2)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", MARKED, str(repository)]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("rung", RUNGS)
