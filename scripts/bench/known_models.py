@@ -88,6 +88,7 @@ METHODS = {
     "checkpointing, offload": Method(checkpointing=True, change="offload"),
     "torch.compile": Method(change="compile"),
     "Liger": Method(change="liger"),
+    "Liger, memsave": Method(MemSaveConfig(), change="liger"),
 }
 #: Method -> its column in known-models.md, and its row in README.
 COLUMNS = {

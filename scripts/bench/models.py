@@ -35,7 +35,7 @@ from torch.nn.attention import sdpa_kernel
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from gpu_steps import DEVICE, kept_on_gpu, release, synchronize
-from hf_memsave import measure_kept
+from hf_memsave import measure_kept, patch
 from hf_memsave.count.peak import rounded
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.check import SLACK
@@ -43,6 +43,7 @@ from hf_memsave.measure.kernels import BACKENDS
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import UNIT, make_states, run_passes, trace_step
 from hf_memsave.measure.training import Training, prepared, trace_at, training_of
+from hf_memsave.patching.swap import patched_models
 from known_models import AUTOCAST, BERT_LARGE, BF16, EIGHT, LLAMA_LORA, METHODS, MODELS, Model, is_estimated
 from publish import RESULTS, arguments, earlier, publish
 
@@ -68,7 +69,7 @@ PLANS = {
         (EIGHT, "memsave, Triton"), (EIGHT, "torch.compile"), (BERT_LARGE, "memsave, Triton"),
         (EIGHT, "memsave, compiled blocks"), (BERT_LARGE, "torch.compile"),
     ],
-    "liger": [(EIGHT, "Liger")],  # it has no kernels for BERT, and does not say so
+    "liger": [(EIGHT, "Liger"), (EIGHT, "Liger, memsave")],  # it has no kernels for BERT, and does not say so
     "host": list(itertools.product(list(MORE)[-2:], ("stock", "memsave", "memsave, Triton"))),
     "models": list(itertools.product((_T5, "llama-3.2-1b", "gpt2-medium"), (*_FULL[:5], "memsave, Triton"))),
 }  # fmt: skip
@@ -234,6 +235,8 @@ def changed(net: nn.Module, forward: Callable[..., Any], change: str) -> Callabl
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=net)
+        for model, config in patched_models(net):  # whose forward Liger's hides
+            patch(model, config)
     elif change == "offload":
 
         def away(**batch: Any) -> Any:
