@@ -25,8 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "WTACRS", "ConfigError", "Kept", "KeptTensorChangedError", "MeasureError", "MemSaveCallback", "MemSaveConfig",
     "MemSaveError", "MemSaveLoraConfig", "MemSaveMixin", "MemSaveTrainer", "PatchError", "PatchReport", "PlanError",
-    "estimate", "install", "measure_kept", "patch", "plan", "token_log_probs", "uninstall",
-    "unpatch",
+    "estimate", "install", "measure_kept", "patch", "plan", "token_log_probs", "uninstall", "unpatch",
 ]  # fmt: skip
 
 #: Module -> the names above that are loaded from it when they are first used; all others are in ``errors``.

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: A model's argument for cached keys and values: since Transformers 5.24, and before (still accepted).
-_CACHE = ("cache", "past_key_values")
-
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the key-value cache among a model's arguments; None if there is none."""
-    return next((arguments[name] for name in _CACHE if arguments.get(name) is not None), None)
+    names = "cache", "past_key_values"  # since Transformers 5.24, and before (still accepted)
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
 def enable_checkpointing(model: Any, **options: Any) -> None:

@@ -210,8 +210,7 @@ def made_by(names: Mapping[int, str], func: Any, nbytes: int) -> KeptStorage:
 
 def device_of(tensor: Tensor) -> torch.device:
     """Return ``tensor.device``, for fake tensors without the dispatcher, where each query takes as long as an op."""
-    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
-    return device
+    return getattr(tensor, "fake_device", None) or tensor.device
 
 
 def storages(leaves: Iterable[Any], on: Callable[[str], bool] | None = None) -> Iterator[torch.UntypedStorage]:

@@ -32,7 +32,7 @@ class Peak:
 
 
 def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
-    """Run ``step`` once and count the most bytes that are alive at once in it.
+    """Return the most bytes that are alive at once as ``step`` runs once, what is left at its end, and a timeline.
 
     Every storage that an op in ``step`` makes counts once, on any device; an older one counts by its growth. What
     ``step`` returns is dropped. Garbage collection is off: what hangs in a reference cycle counts to the end.
@@ -40,9 +40,6 @@ def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
     Args:
         step: Runs one forward and backward, as in ``lambda: model(**batch).loss.backward()``.
         unit: The bytes to a multiple of which an allocator rounds up each storage.
-
-    Returns:
-        The peak, what is left at the end, and the bytes alive after each op.
     """
     count, stock = Count(unit=unit), torch.UntypedStorage.resize_
 
@@ -72,11 +69,9 @@ class _Counted:
 
 
 class Count(StorageMode):
-    """A mode that counts the bytes alive of all storages that ops make while it is on, and their peak.
+    """A mode that counts bytes alive of storages that ops make, and their peak, on a ``device`` (None: all but "meta").
 
-    Args:
-        device: The type of device that counts; None for all but "meta".
-        unit: The bytes to a multiple of which an allocator rounds up each storage.
+    An allocator rounds each storage up to a multiple of ``unit``.
     """
 
     def __init__(self, device: str | None = None, unit: int = 1) -> None:

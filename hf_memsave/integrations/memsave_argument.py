@@ -26,7 +26,6 @@ def install() -> None:
     """Have models, trainers and adapters take ``memsave=``, as importing hf_memsave does, until ``uninstall``."""
     when_imported("transformers.modeling_utils", teach_models)
     when_imported("transformers.trainer", teach_trainers)
-    when_imported("transformers.trainer_callback", teach_callbacks)
     when_imported("peft.tuners.tuners_utils", teach_peft)
 
 
@@ -74,7 +73,8 @@ def _add_adapter(
 
 
 def teach_trainers(module: Any) -> None:
-    """Teach ``Trainer`` and its subclasses the ``memsave`` argument."""
+    """Teach ``Trainer`` and its subclasses the ``memsave`` argument, and the place of its callback."""
+    wrap(module.CallbackHandler, "add_callback", _place_callback)
     wrap(module.Trainer, "__init__", partial(_make_trainer, False))
     classes = module.Trainer.__subclasses__()
     for cls in classes:  # which grows
@@ -121,12 +121,8 @@ def _make_trainer(
         MemSaveCallback(config).add_to(self)
 
 
-def teach_callbacks(module: Any) -> None:
-    """Have ``MemSaveCallback`` come before the reporters of a trainer, which then get its figures."""
-    wrap(module.CallbackHandler, "add_callback", _place_callback)
-
-
 def _place_callback(stock: Callable[..., None], self: Any, /, callback: Any) -> None:
+    """Add a callback, and have ``MemSaveCallback`` come before the reporters, which then get its figures."""
     stock(self, callback)
     if (ours := sys.modules.get("hf_memsave.integrations.trainer")) is not None:
         # A new list, as code may be iterating over the old one.

@@ -178,12 +178,12 @@ def estimate(
     resolved = MemSaveConfig.resolve(memsave)
     config, depth = with_depth(config, layers)
     traces = _traces(config, depth, setting, tuple(dict.fromkeys((None, resolved))))
-    tokens = traces[0].inputs.get("input_ids")
+    tokens, dtype = traces[0].inputs.get("input_ids"), setting.autocast or setting.dtype  # that linears compute in
     steps = [trace.sharded(sharding, devices) for trace in traces]
     return Estimate(
         model=config.model_type,
         depth=depth,
-        u=math.prod(tokens) * config.hidden_size * setting.u_dtype.itemsize if tokens and depth else None,
+        u=math.prod(tokens) * config.hidden_size * dtype.itemsize if tokens and depth else None,
         stock=steps[0],
         patched=steps[-1] if resolved else None,
         optimizer=setting.optimizer,

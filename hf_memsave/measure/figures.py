@@ -82,9 +82,7 @@ class Trace:
     depths: tuple[dict[str, int], ...] = ()  # those that were traced
     model: str = ""  # the name of its class
     has_loss: bool = True  # whether the model returned one
-    sites: Mapping[tuple[str, str, str, str], int] = field(
-        default_factory=dict
-    )  # (status, op, class, reason) -> number
+    sites: Mapping[tuple[str, str, str, str], int] = field(default_factory=dict)  # status, op, class, reason -> number
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)  # name -> shape
 
     @property

@@ -47,13 +47,13 @@ class DepthError(MeasureError):
 
 def load_config(name: str) -> PreTrainedConfig:
     """Load the configuration of a folder, file, model type (its defaults) or name on the hub; else MeasureError."""
-    if name in CONFIG_MAPPING and not Path(name).exists():
+    is_there = Path(name).exists()
+    if name in CONFIG_MAPPING and not is_there:
         return CONFIG_MAPPING[name]()
     refuse_missing(name, "config.json")
-    is_offline = False
-    if not Path(name).exists():
+    if not is_there:
         refuse_unreachable(name)
-        is_offline = not hub_answers()
+    is_offline = not is_there and not hub_answers()
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=is_offline)
     except StrictDataclassError as error:  # fields that contradict each other
@@ -110,13 +110,10 @@ class _Floats(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, given = func(*args, **(kwargs or {})), tree_leaves((args, kwargs))
         is_meant = isinstance(made, torch.Tensor) and made.dtype == torch.get_default_dtype() and func not in _NAMING
-        if not is_meant or any(isinstance(x, (torch.dtype, numpy.ndarray)) or _is_float(x) for x in given):
+        has_floats = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in given)
+        if not is_meant or has_floats or any(isinstance(x, (torch.dtype, numpy.ndarray)) for x in given):
             return made
         return made.to(self.dtype)
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def from_config(head: Any, config: PreTrainedConfig, **options: Any) -> Any:

@@ -78,16 +78,13 @@ def compare_step(
     model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike = True, *, autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> StepComparison:  # fmt: skip
-    """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
+    """Return losses, gradients and kept bytes of a step from one seed, stock (twice, as it may not repeat) and patched.
 
     Bits must be equal on CPU, under :func:`deterministic_kernels`, and wherever stock repeats itself; elsewhere on CUDA
     :data:`DISTANCES` times the distance of stock's two runs is allowed. Where modules run in rows, or the loss in parts
     and its step with ``loss="stock"`` has these bits, :data:`ORDER_TOLERANCE` is allowed, or :data:`HALF_TOLERANCE`
     with 16-bit numbers. The model, which returns a loss or a mapping with one, runs in its current mode and is restored
     afterwards, as are the process's default random generators: what another thread draws meanwhile is drawn again.
-
-    Returns:
-        Losses, gradients and kept bytes, compared.
 
     Raises:
         StockStepError: The stock step fails.

@@ -49,8 +49,7 @@ def trace_step(
     for module, (stack, _) in count.blocks.items():
         own = [x for x in (*module.parameters(), *module.buffers()) if id(x) not in seen]
         seen.update(map(id, own))
-        nbytes = nbytes_of(own, device)
-        of_block[stack] = max(of_block.get(stack, 0), nbytes)
+        of_block[stack] = max(of_block.get(stack, 0), nbytes_of(own, device))
     return Trace(
         places=count.places,
         blocks=Counter(stack for stack, _ in count.blocks.values()),
@@ -98,13 +97,11 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Return the operations of a product of each expert's rows with its own matrix."""
-    return 2 * a.numel() * b.shape[-1]
-
-
-#: Op -> a function that counts its operations: those of PyTorch's own counter, and one for products of experts.
-FLOPS: dict[Any, Callable[..., int]] = {getattr(torch.ops.aten, "_grouped_mm", None): _grouped} | flop_registry
+#: Op -> a function that counts its operations: those of PyTorch's own counter, and one for products of each expert's
+#: rows with its own matrix.
+FLOPS: dict[Any, Callable[..., int]] = {
+    getattr(torch.ops.aten, "_grouped_mm", None): lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]
+} | flop_registry
 
 
 class _Places(Count):

@@ -94,11 +94,6 @@ class Training:
         if not is_right:
             raise MeasureError(f"{name}: expected {expected}, got {getattr(self, name)!r}. Change {name}.")
 
-    @property
-    def u_dtype(self) -> torch.dtype:
-        """The dtype that linear layers compute in, which is that of an activation."""
-        return self.autocast or self.dtype
-
 
 def training_of(**fields: Any) -> Training:
     """Make a :class:`Training` of these fields; ``lora`` may be a dict of fields, and a dtype its name."""

@@ -54,13 +54,10 @@ def autocast_low(x: Tensor) -> Tensor:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backward to raise where its result is differentiated, also with a constant incoming gradient.
+    """Return a backward that raises where its result is differentiated, also with a constant incoming gradient.
 
     PyTorch's own decorator raises only where the incoming gradient requires one. An undefined gradient is passed on as
     such, so forward calls ``ctx.set_materialize_grads(False)``: with zeros, AdamW would decay a parameter.
-
-    Returns:
-        The decorated function.
     """
     inner = of_what_requires_grad(backward)
 

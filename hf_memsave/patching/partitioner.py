@@ -36,13 +36,9 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 @dataclass(frozen=True, repr=False)  # equal, or Dynamo would compile each block for its own backend
 class Floor(CustomPartitionerFn):
-    """A partitioner that keeps what the tape keeps: no mask, and no product that the rung runs again.
+    """A partitioner that keeps what the tape keeps: no mask, and no product that the rung runs again."""
 
-    Args:
-        rung: As :attr:`MemSaveConfig.checkpoint`; "block" alone runs attention again.
-    """
-
-    rung: str | None = None
+    rung: str | None = None  # as MemSaveConfig.checkpoint; "block" alone runs attention again
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph ``gm`` into a forward and a backward graph."""

@@ -94,10 +94,7 @@ class PatchReport:
             unpatch(model)
 
     def compare(self, batch: Mapping[str, Any] | Sequence[Any] | Tensor) -> Comparison:
-        """Measure what ``batch`` keeps, stock and patched; the model ends up patched, as it was.
-
-        Returns:
-            Both measurements, and the bytes freed.
+        """Return what ``batch`` keeps, stock and patched, and the bytes freed; the model ends up patched, as it was.
 
         Raises:
             ReferenceError: The model is gone.

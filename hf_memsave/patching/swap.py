@@ -150,14 +150,9 @@ def patched_class(patch: Patch) -> Any:
         self.__dict__.pop(LEDGER, None)  # one replica has it now, and counts one step
         return replica
 
-    body = {
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-        "__reduce_ex__": __reduce_ex__,
-        "_replicate_for_data_parallel": _replicate_for_data_parallel,
-        _PATCH: patch,
-    }
+    body: dict[str, Any] = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {one.__name__: one for one in (__reduce_ex__, _replicate_for_data_parallel)}
+    body[_PATCH] = patch
     body["__call__" if patch.is_hidden else "forward"] = taped_call if patch.is_hidden else forward
     if config is not None and issubclass(stock, GradientCheckpointingLayer):
         if config.compile:

@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_memsave.tape.private import is_concrete
 from hf_memsave.tape.quantize import decode, encode
 
-_BITS = 8
 #: Most booleans that NumPy packs and unpacks: no counter of peaks sees what it allocates.
 _FEW = 2**16
 #: Eight bytes of 0 or 1, lowest first, times this have them as the bits of the highest byte.
@@ -27,7 +26,7 @@ def pack_bits(flags: Tensor) -> Tensor:
     if _is_quick(flat, flat.numel()):
         return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little")).clone()  # which PyTorch allocates
     flat = flat.clamp_max(1)  # CPU compares bytes one by one
-    if rest := -flat.numel() % _BITS:
+    if rest := -flat.numel() % 8:
         flat = torch.cat([flat, flat.new_zeros(rest)])
     return flat.view(torch.int64).mul_(_GATHER).__irshift__(56).to(torch.uint8)
 

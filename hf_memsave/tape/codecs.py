@@ -57,9 +57,7 @@ def as_bits(storages: Storages, content: Content, storage: Any, tensor: Tensor) 
     if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor):
         return None
     coded_in = getattr(storage, CODED_IN, None)
-    if (
-        coded_in is not None and coded_in() is not storages.root
-    ):  # kept beyond a forward: bits would be kept in addition
+    if coded_in is not None and coded_in() is not storages.root:  # kept beyond a forward: bits would come on top
         return None
     setattr(storage, CODED_IN, weakref.ref(storages.root))
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)

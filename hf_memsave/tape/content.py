@@ -376,10 +376,9 @@ def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def with_ref(refs: Any, item: Any) -> Any:
-    """Add a weak reference to ``item`` to ``refs``, a list that this returned or an empty tuple.
+    """Return ``refs``, a list that this returned or an empty tuple, with a weak reference to ``item`` added.
 
-    Returns:
-        The list, of at most twice as many as are alive, or a few. A ``WeakSet`` takes several times as long.
+    The list has at most twice as many as are alive, or a few. A ``WeakSet`` takes several times as long.
     """
     if not refs:
         return [weakref.ref(item)]

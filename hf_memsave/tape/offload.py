@@ -57,13 +57,13 @@ class Offload(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> Any:
         # Without its graph; a parameter of ZeRO-3 as the object that the engine fills again.
         itself = tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        if tensor.layout is not torch.strided or _is_there_anyway(tensor):
+        if tensor.layout is not torch.strided or is_parameter(tensor):
             return itself
         if not is_plain(tensor):
             apart = taken_apart(tensor)
             return itself if apart is None else ([self._pack(part) for part in apart[0]], apart[1])
         storage = tensor.untyped_storage()
-        if storage.nbytes() < SMALLEST_NBYTES:
+        if storage.nbytes() < SMALLEST_NBYTES or getattr(storage, MARK, None) is BUFFER:
             return itself
         if tensor._version and tensor.numel() * tensor.itemsize < storage.nbytes():
             # A chunk of an LSTM's or GRU's gates has a version of its own: a copy of all of them tells nothing of it.
@@ -107,10 +107,6 @@ def before_write(tensor: Tensor) -> None:
     away, _ = getattr(tensor.untyped_storage(), _COPY, (lambda: None, None))
     if (copy := away()) is not None:
         copy.before_write()
-
-
-def _is_there_anyway(tensor: Tensor) -> bool:
-    return is_parameter(tensor) or (is_plain(tensor) and getattr(tensor.untyped_storage(), MARK, None) is BUFFER)
 
 
 class _InOrder:

@@ -299,12 +299,10 @@ def after_backward(callback: Callable[[], None]) -> None:
 def compile_nothing_of(*functions: Callable[..., Any]) -> None:
     """Have Dynamo begin no graph at ``functions``, nor at what they call, if this version of PyTorch can."""
     frames = torch._C._dynamo.eval_frame
-    try:
+    with contextlib.suppress(AttributeError):
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         for function in functions:
             frames.set_code_exec_strategy(function.__code__, skip)
-    except AttributeError:
-        pass
 
 
 def is_concrete(x: torch.Tensor) -> bool:
@@ -319,8 +317,7 @@ class Note:
     @classmethod
     def of(cls, node: Any) -> Note:
         """Return the one note on ``node``, made at the first call."""
-        note: Note = node.metadata.setdefault("hf_memsave", cls())
-        return note
+        return node.metadata.setdefault("hf_memsave", cls())
 
 
 def autocast_cache() -> weakref.ref[Note]:

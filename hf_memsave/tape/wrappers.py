@@ -18,8 +18,7 @@ from hf_memsave.tape.tensors import is_asked, is_plain
 def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
     """Return the tensors that ``tensor`` wraps, and a function to wrap such; None if unknown, or still on their way."""
     if hasattr(tensor, "taken_apart"):
-        apart: tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] = tensor.taken_apart()
-        return apart
+        return tensor.taken_apart()
     if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
         return None
     names, context = tensor.__tensor_flatten__()
@@ -29,8 +28,7 @@ def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor
     make, names, shape, stride = type(tensor).__tensor_unflatten__, list(parts), tensor.shape, tensor.stride()
 
     def wrap(parts: Iterable[Tensor]) -> Tensor:
-        made: Tensor = make({**others, **dict(zip(names, parts, strict=True))}, context, shape, stride)
-        return made
+        return make({**others, **dict(zip(names, parts, strict=True))}, context, shape, stride)
 
     return list(parts.values()), wrap
 

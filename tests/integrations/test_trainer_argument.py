@@ -157,7 +157,7 @@ assert not {"torch", "transformers", "peft"} & set(sys.modules)
 def waiting():
     return sorted(f.name for f in sys.meta_path if isinstance(f, _WhenImported))
 own = ["peft.tuners.tuners_utils"]
-own += [f"transformers.{name}" for name in ("modeling_utils", "trainer", "trainer_callback")]
+own += [f"transformers.{name}" for name in ("modeling_utils", "trainer")]
 """
 #: What all of it changes, and that it can be taken back.
 CHANGED = """

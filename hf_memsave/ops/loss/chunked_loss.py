@@ -174,14 +174,13 @@ def _of_chunk(
         return fused.loss_and_gradient(z, target, ignored, count)
     minus_z = F.nll_loss(z, target, ignore_index=ignored, reduction="none")  # refuses what is no class
     is_counted = target != ignored
-    index = target.where(is_counted, 0)
     top, place = z.max(-1)
     top = top.to(count.dtype)
     p = torch.softmax(z, -1, dtype=count.dtype)
     log_sum = -p.gather(-1, place.unsqueeze(-1)).squeeze(-1).log()  # of exp(z - top)
     losses = top + minus_z + log_sum
     scale = (1 / count).where(is_counted, 0).unsqueeze(-1)
-    dz = p.mul_(scale).scatter_add_(-1, index.unsqueeze(-1), -scale)
+    dz = p.mul_(scale).scatter_add_(-1, target.where(is_counted, 0).unsqueeze(-1), -scale)
     return losses.where(is_counted, 0), dz.to(z.dtype)
 
 

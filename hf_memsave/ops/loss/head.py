@@ -63,8 +63,7 @@ class HeadCall:
 
     def logits(self, x: Tensor, is_chunk: bool = False) -> Tensor:
         """Compute logits ``[..., V]`` of x ``[..., H]``, bit for bit stock's, except for a chunk of rows."""
-        logits: Tensor = self.autocast.run(self.of_rows if is_chunk else self.forward, x)
-        return logits
+        return self.autocast.run(self.of_rows if is_chunk else self.forward, x)
 
     def _now(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
         """Return the state of each parameter, and of each module whether it draws random numbers, and its settings."""
@@ -114,14 +113,7 @@ def draws(module: nn.Module) -> bool:
 
 
 def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradient of each of ``inputs``, whose hooks do not run: they wait for the whole one.
-
-    Returns:
-        One for each input; None where y does not depend on it.
-
-    Raises:
-        PatchError: A leaf that is none of ``inputs`` wants a gradient of y.
-    """
+    """Compute the gradient of each of ``inputs``, None where y does not depend on it; PatchError if others want one."""
     nodes = [] if y.grad_fn is None else [y.grad_fn]
     seen: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
     for node in nodes:  # which grows
@@ -133,5 +125,5 @@ def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor |
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
         nodes.extend(new)
-    with without_hooks(inputs):
+    with without_hooks(inputs):  # which wait for the whole gradient
         return torch.autograd.grad(y, inputs, dy, allow_unused=True)

@@ -31,7 +31,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.logs import logger
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import HeadCall, gradients
-from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, Part, RowMap, parts_of, union, values, zero_outside
+from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, RowMap, parts_of, union, values, zero_outside
 from hf_memsave.ops.loss.sums import gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current, private
@@ -346,8 +346,7 @@ def _node(func: Any, x: Unread, args: Sequence[Any], given: list[Any], kwargs: d
 
 def _over_words(func: Any, words: int, *args: Any) -> Tensor:
     rows = max(len(a) for a in args if isinstance(a, Tensor) and a.dim() == 2)
-    out: Tensor = func(*(a.expand(rows, words) if isinstance(a, Tensor) else a for a in args))
-    return out
+    return func(*(a.expand(rows, words) if isinstance(a, Tensor) else a for a in args))
 
 
 def _is_backward(func: Any, given: list[Any], node: Node) -> bool:
@@ -391,11 +390,9 @@ def _reduced(x: Unread, func: Any, dim: Any = None, *args: Any, **kwargs: Any) -
 def _is_index(x: Unread, index: Any, sparse_grad: bool = False) -> bool:
     """Return whether ``gather`` over the words by ``index`` takes some of each row."""
     is_plain = type(index) in _PLAIN and index.dtype == torch.int64 and index.dim() == x.dim() and not sparse_grad
-    return (
-        is_plain
-        and not stands_for_many(index)
-        and all(index.shape[d] == x.shape[d] for d in range(x.dim()) if d != x.place.dim)
-    )
+    if not is_plain or stands_for_many(index):
+        return False
+    return all(index.shape[d] == x.shape[d] for d in range(x.dim()) if d != x.place.dim)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -455,7 +452,7 @@ class _OfHead(torch.autograd.Function):
         if node is not None:
             rows = np.arange(call.count) if node.rows is None else node.rows
             step = chunked_loss.rows_of_chunk(call.words * wide.itemsize * (2 + node.size), hidden)
-            parts, dz_of = parts_of(rows, step, hidden), partial(_of_logits, node)
+            parts, dz_of = parts_of(rows, step, hidden), lambda z, part: values(node, part, lambda: z)
             dx, sums = chunked_loss.in_chunks(call, hidden, parts, wanted, dz_of, ctx.needs_input_grad[0], len(rows))
             one = torch.ones((), dtype=wide, device=hidden.device)
             found = [gradient(tensors, one, p.dtype) for tensors, p in zip(sums, wanted, strict=True)]
@@ -467,10 +464,6 @@ class _OfHead(torch.autograd.Function):
                 dx, *found = gradients(logits, [x, *wanted], dy.numbers() if isinstance(dy, Unread) else dy)
         of = dict(zip(map(id, wanted), found, strict=True))
         return None if dx is None else dx.view(hidden.shape), None, None, *(of.get(id(p)) for p in ctx.parameters)
-
-
-def _of_logits(node: Node, z: Tensor, part: Part) -> Tensor:
-    return values(node, part, lambda: z)
 
 
 def _loss(x: Unread, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

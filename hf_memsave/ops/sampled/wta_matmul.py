@@ -48,12 +48,9 @@ class Sample(NamedTuple):
 
 
 def wta_matmul(a: Tensor, b: Tensor, layer: Layer, name: str) -> Tensor:
-    """Compute ``a @ b``, ``[*, n, m]`` and ``[*, m, q]``, with gradients sampled while a batch runs; else exact.
+    """Return ``torch.matmul(a, b)``, of ``[*, n, m]`` and ``[*, m, q]``, with gradients sampled while a batch runs.
 
     Its draws are named by the ``layer`` and, among its products, ``name``.
-
-    Returns:
-        The product, bit for bit that of ``torch.matmul``.
     """
     batch = layer.sampler.batch
     if batch is None or a.shape[:-2] != b.shape[:-2] or not torch.is_grad_enabled():
