@@ -30,7 +30,8 @@ __all__ = [
 
 #: Module -> the names above that are loaded from it when they are first used; all others are in ``errors``.
 _MODULES = {
-    "config": ("WTACRS", "MemSaveConfig"),
+    "config.config": ("MemSaveConfig",),
+    "config.wtacrs": ("WTACRS",),
     "integrations.peft": ("MemSaveLoraConfig",),
     "integrations.trainer": ("MemSaveCallback", "MemSaveMixin", "MemSaveTrainer"),
     "measure.estimate": ("estimate",),

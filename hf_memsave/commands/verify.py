@@ -79,8 +79,8 @@ def _verdict(found: step.StepComparison) -> tuple[str, str]:
     worst, has_loss = found.differing[0], found.loss in found.differing
     causes = (
         f"{worst.name} differs by {worst}; expected {expected}. Last bits differ under autocast where docs/limits.md "
-        "says so (What is exact). Else look for code in the model that writes to an activation through NumPy or a "
-        "pointer: hf_memsave cannot see that, and what it computes again from that activation is then wrong. Write "
+        "says so (What is exact). Else look for code in the model that writes to an activation unseen by PyTorch, as "
+        "in C++: hf_memsave cannot see that, and what it computes again from that activation is then wrong. Write "
         "with torch, or to a copy. Otherwise please report this, with the versions that `memsave doctor` prints."
     )
     return f"Different: {len(found.differing) - has_loss} of {count} gradients{' and the loss' * has_loss}.", causes

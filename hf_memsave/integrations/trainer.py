@@ -24,7 +24,7 @@ from hf_memsave.errors import ConfigError
 from hf_memsave.logs import logger
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
-from hf_memsave.patching.swap import hides_forward, patched_models
+from hf_memsave.patching.swap import hides_forward, is_patched, patched_models
 
 
 class MemSaveCallback(TrainerCallback, ExportableState):
@@ -153,7 +153,7 @@ class _Uncover(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         for module, config in patched_models(model):
-            if hides_forward(module):
+            if any(is_patched(part) and hides_forward(part) for part in module.modules()):
                 patch(module, config)
 
 
@@ -165,7 +165,8 @@ def without_callback(trainer: Any, memsave: Any) -> None:
         unpatch(model)
         logger.info("memsave=False: the model was patched, and is stock again. hf_memsave.patch(model) patches it.")
         return
-    trainer.add_callback(_Uncover())
+    if not any(isinstance(c, _Uncover) for c in trainer.callback_handler.callbacks):
+        trainer.add_callback(_Uncover())
 
 
 class MemSaveMixin:

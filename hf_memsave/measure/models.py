@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.config.names import hub_answers, refuse_missing, refuse_unreachable
 from hf_memsave.errors import MeasureError
+from hf_memsave.tape.applied import is_of_kernels
 from hf_memsave.tape.private import tree_leaves
 
 #: PEFT's name of a task -> the Auto class with the head for it.
@@ -123,6 +124,12 @@ def from_config(head: Any, config: PreTrainedConfig, **options: Any) -> Any:
         return make(config, **options)
     with _Floats(dtype):  # Transformers would set the process's default dtype
         model = make(config, **options | {"dtype": None})
+    if theirs := next((type(m).__name__ for m in model.modules() if is_of_kernels(type(m).__module__)), ""):
+        raise MeasureError(
+            f"{config.model_type!r} cannot be measured: expected Transformers' classes, got Liger-Kernel's ({theirs}), "
+            "which has replaced them in this process.",
+            'Plan in another process (memsave plan MODEL --out plan.yaml), and pass memsave="plan.yaml".',
+        )
     for parameter in model.parameters():
         if not parameter.is_meta:  # made by torch.Tensor(...), of which no mode is told
             parameter.data = parameter.data.to(dtype)

@@ -10,8 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, LORA, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
-from hf_memsave.arch.sites import first_of_experts
+from hf_memsave.arch import sites
+from hf_memsave.arch.fused import fused_of
+from hf_memsave.arch.sites import HIDDEN, LINEARS, LORA, RUN_AGAIN, first_of_experts, is_run_again, kind_of, path_of
 from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.ops import OPS
@@ -82,9 +83,13 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: in
         block: The number of the repeated block that ``model`` is a part of, if it is.
     """
     found = Found(before=patched_models(model))
-    if foreign := _foreign(model):
-        found.errors.append(foreign)
-        return found
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
+            found.errors.append(
+                f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
+                "runs no module's forward any more. Patch the model that was traced."
+            )
+            return found
     numbers = block_numbers(model)
     if not prefix:
         _collect_taped(model, config, found, numbers)
@@ -175,17 +180,6 @@ def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, number
             found.add(name, module, "run_again")
 
 
-def _foreign(model: nn.Module) -> str:
-    """Return the error for a model that was traced or scripted, or ""."""
-    for name, module in model.named_modules():
-        if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
-            return (
-                f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
-                "runs no module's forward any more. Patch the model that was traced."
-            )
-    return ""
-
-
 def _tool_of(forward: Any) -> str:
     """Return the name of the Python module that defines ``forward``, which ``functools.wraps`` cannot change."""
     name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
@@ -234,7 +228,7 @@ def _choice(
     if kind in _QUIET and not config.converts(kind, block):
         is_of_frozen = config.frozen and config.activation == "stock" and issubclass(cls, _RECTIFIERS)
         return (None, None) if is_of_frozen else ("quiet", "stock")
-    if kind is None or name not in KIND_OF_CLASS or getattr(config, kind) == "recompute":
+    if kind is None or name not in sites.KIND_OF_CLASS or getattr(config, kind) == "recompute":
         return None, None
     if kind == "norm":
         return "output_norm", config.norm

@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import is_run_again
+from hf_memsave.arch.sites import is_run_again
 
 #: Part of the key of Inductor's caches of compiled graphs: raise it when ``Floor`` changes what it keeps.
 VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_memsave.arch import LINEARS, RUN_AGAIN, kind_of, path_of
+from hf_memsave.arch.sites import LINEARS, RUN_AGAIN, kind_of, path_of
 from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_memsave.arch import kind_of
+from hf_memsave.arch.sites import kind_of
 from hf_memsave.config.config import KINDS, MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import gib
 from hf_memsave.config.wtacrs import is_int

@@ -51,11 +51,6 @@ class Plan:
     trials: tuple[Trial, ...]  # all that were tried, in order
     report: PatchReport | None = None  # of the patched model; None if it was left stock
 
-    @property
-    def converted(self) -> bool:
-        """Whether anything in the model was converted."""
-        return self.config is not None
-
     def _rows(self) -> list[list[str]]:
         rows = [["converted", "batch", "kept", "needed", "seconds", ""]]
         for t in self.trials:

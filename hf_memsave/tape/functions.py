@@ -178,11 +178,11 @@ def unversioned_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...
 
 @sees_writes
 def address(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle ``x.data_ptr()``: a kernel that is given the address may write there, unseen by the version of ``x``."""
+    """Handle ``x.data_ptr()``, DLPack and NumPy: who has the address may write there, unseen by the version of x."""
     if not is_parameter(args[0]):
         tape.before_write(args[0])
         tape.mark_unversioned(args[0])
-    return func(*args)
+    return func(*args, **kwargs)
 
 
 def named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
@@ -210,7 +210,8 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
     **dict.fromkeys((F.embedding, F.embedding_bag), embedding),
-    Tensor.data_ptr: address,
+    **dict.fromkeys((Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), address),
+    Tensor.__cuda_array_interface__.__get__: address,
     **dict.fromkeys((Tensor.data.__get__, Tensor.data.__set__), unversioned_alias),  # type: ignore[attr-defined]
     **dict.fromkeys(named(NEW, torch, Tensor, torch.special), new),
     **dict.fromkeys(named("cat concat concatenate stack hstack vstack dstack".split(), torch), joined),

@@ -51,6 +51,6 @@ def _table_without(kinds: tuple[str, ...], has_quantized: bool, _: int) -> Mappi
     if has_quantized:  # a base weight in full precision is recomputed, as DoRA needs it
         ops = torch.ops.bitsandbytes
         rest |= dict.fromkeys((ops.dequantize_4bit.default, ops.dequantize_blockwise.default), new)
-    rest |= dict.fromkeys((apply for apply, kind in applied.APPLIED.items() if kind not in kinds), new)
+    rest |= {apply: handler for apply, (kind, handler) in applied.APPLIED.items() if kind not in kinds}
     rest |= {func: handler for func, handler in _STATISTICS.items() if func in left_out}
     return MappingProxyType(rest | dict.fromkeys(left_out & _MAY_WRITE, unrecorded))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_memsave.arch import is_run_again
+from hf_memsave.arch.sites import is_run_again
 
 RUNGS = ("o_proj", "qkv", "up", "gate")
 #: A model that has it, the path in its block, and the first rung that runs the linear again; None: its output is a

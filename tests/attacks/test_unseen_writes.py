@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,27 +159,31 @@ def parts_of_a_sequence(model, x, kind=list):
     return out + a
 
 
+def as_kernels_do(x):
+    numbers = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+    numbers[:] = [2 * number for number in numbers]
+
+
 class Doubled(torch.autograd.Function):
-    """Writes by an address, as a kernel does, and gives back what it has written to."""
+    """Writes to what is not its own, and gives back what it has written to."""
 
     @staticmethod
-    def forward(ctx, x):
-        numbers = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
-        numbers[:] = [2 * number for number in numbers]
+    def forward(ctx, x, write):
+        write(x)
         return x.view(x.shape)
 
     @staticmethod
     def backward(ctx, dy):
-        return 2 * dy
+        return 2 * dy, None
 
 
-def by_address(model, x):
+def by_address(model, x, write=as_kernels_do):
     """An activation, read before that by what is made again, and after; and a buffer."""
     h = model.f(x).tanh()
     before, shifted = h * 3, h + model.shift
     y = model.g(before)
-    after = Doubled.apply(h)
-    Doubled.apply(model.shift)
+    after = Doubled.apply(h, write)
+    Doubled.apply(model.shift, write)
     return y + model.h(after) + model.o(torch.cat([shifted, after.sin(), after + model.shift], -1))
 
 
@@ -206,7 +211,15 @@ PROGRAMS = {
     fresh_noise: dict,
     short_rows: lambda: dict(embedding=nn.Embedding(WIDTH, WIDTH, max_norm=1.0)),
     queue_of_keys: lambda: dict(queue=torch.randn(WIDTH, 64)),
-    by_address: lambda: dict(shift=torch.randn(WIDTH)),
+    **{
+        functools.partial(by_address, write=write): lambda: dict(shift=torch.randn(WIDTH))
+        for write in (
+            as_kernels_do,
+            lambda x: np.multiply(x.numpy(), 2, out=x.numpy()),
+            lambda x: np.multiply(x, 2, out=np.asarray(x)),
+            lambda x: torch.from_dlpack(x.detach()).mul_(2),
+        )
+    },
     assigned_data: dict,
     parts_of_a_sequence: dict,
     functools.partial(parts_of_a_sequence, kind=tuple): dict,

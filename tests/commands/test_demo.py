@@ -64,11 +64,3 @@ def test_generated_labels_follow_the_rule_and_depend_on_the_seed_alone():
         said, claimed = (next(i for i, n in enumerate(demo.NUMBERS) if n in text.split()) for text in (fact, claim))
         assert example["labels"] == (said > claimed)
     assert (task.train, task.dev) == (same.train, same.dev) and task.train != other.train
-
-
-@pytest.mark.parametrize(("accuracy", "said"), [(0.66, True), (0.72, True), (0.75, False)])
-def test_demo_says_which_model_is_no_better_than_the_majority(accuracy, said):
-    """Of 400 answers 68% are the same: 72% is within two standard errors (4.5%) of that, and not one."""
-    task = demo.Task("", None, [], [{"labels": int(index < 272)} for index in range(400)])
-    lines = demo.unlearned({"BERT": [demo.Run([0.5], {}, accuracy, None, 0.1)] * 2}, task, 240)
-    assert len(lines) == said and all(f"{accuracy:.1%} of 400 dev examples" in line for line in lines)

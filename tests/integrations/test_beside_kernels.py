@@ -13,7 +13,8 @@ import torch
 from transformers import Trainer, TrainingArguments, modeling_utils
 from trl.models import enable_selective_activation_checkpointing
 
-from hf_memsave import MemSaveTrainer, measure_kept, patch, unpatch
+from hf_memsave import MemSaveTrainer, PatchError, estimate, measure_kept, patch, unpatch
+from hf_memsave.errors import MeasureError
 from hf_memsave.ops.loss import chunked_loss
 from support.helpers import CopiesAsOnCuda
 from support.kernels import interpreted
@@ -159,26 +160,63 @@ def test_ligers_loss_stays_where_ours_would_be_in_chunks(liger, monkeypatch):
     assert ours(**batch_for(ours, SIZE)).logits is None
 
 
-def test_what_our_chunked_loss_has_computed_is_not_written_over_by_ligers_norm(liger, monkeypatch):
-    """In backward that norm writes over the gradient that it is given. A second one through the same graph has it."""
+@pytest.mark.parametrize("rung", ["exact", "gate"])
+def test_a_second_backward_finds_what_the_first_has_written_over(rung, liger, monkeypatch):
+    """Liger's norm writes over the gradient that it is given, and its gated product over what it has kept."""
     small_chunks(monkeypatch)
-    stock = liger(build("llama", SIZE), "llama", swiglu=False, **NO_LOSS)
-    ours, batch, found = patched_copy(stock), batch_for(stock, SIZE), []
-    for model in (ours, stock):
-        loss = model(**batch).loss
-        found.append([backward(model, loss, retain_graph=True) for _ in range(2)])
-    assert_same(*found[0])
-    for name, expected in found[1][0].items():
-        torch.testing.assert_close(found[0][0][name], expected, msg=name)
+    stock = liger(build("llama", SIZE), "llama", **NO_LOSS)
+    ours, batch = patched_copy(stock, **RUNGS[rung]), batch_for(stock, SIZE)
+    loss, expected = ours(**batch).loss, step(stock, batch)
+    first, second = (backward(ours, loss, retain_graph=True) for _ in range(2))
+    assert_same(first, second)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(first[name], tensor, msg=name)
+
+
+@pytest.mark.parametrize("rung", ["exact", "up", "gate"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_what_was_made_before_from_what_a_backward_writes_over_is_stocks(family, rung, liger):
+    """Gate and up, which the gated product keeps, and losses beside the model's."""
+    stock, found = liger(build(family, SIZE), family), []
+    for model in (patched_copy(stock, **RUNGS[rung]), stock):
+        beside = []
+        for name, module in model.named_modules():
+            if name.endswith("gate_proj"):
+                module.register_forward_hook(lambda _, __, y, to=beside: to.append((2 * y).relu().square().mean()))
+            elif name.endswith("up_proj"):
+                module.register_forward_hook(lambda _, __, y, to=beside: to.append(y.tanh().square().mean()))
+        found.append(backward(model, sum(beside, model(**batch_for(model, SIZE)).loss)))
+    assert_same(*found)
+
+
+def test_a_function_of_ones_own_that_extends_ligers_runs_its_own_forward(liger):
+    patch(liger(build("llama", SIZE), "llama"))
+    theirs = sys.modules["liger_kernel.ops"].LigerSiLUMulFunction
+
+    class Mine(theirs):
+        @staticmethod
+        def forward(ctx, a, b):
+            return a * 3
+
+    x = torch.ones(2, 4)
+    assert torch.equal(Mine.apply(x, x), 3 * x) and not torch.equal(theirs.apply(x, x), 3 * x)
+
+
+def test_where_liger_has_replaced_classes_measuring_says_so(liger, monkeypatch):
+    model = liger(build("llama", SIZE), "llama")
+    monkeypatch.setitem(sys.modules, "liger_kernel.not_there", None)
+    patch(model)
+    with pytest.raises(MeasureError, match=r"expected Transformers' classes, got Liger.*memsave plan MODEL --out"):
+        estimate(model.config, batch_size=1, seq_len=8)
 
 
 @pytest.mark.parametrize("door", ["trainer", "model"])
 def test_a_trainer_switches_both_on(door, liger, tmp_path, caplog):
+    models = [build("llama", SIZE) for _ in range(2)]
     liger(build("llama", SIZE), "llama")  # so that what the trainer has it change is put back
     options = {"use_liger_kernel": True, "max_steps": 1, "use_cpu": True, "report_to": [], "learning_rate": 1e-2}
     trained = []
-    for memsave in (False, True):
-        model = build("llama", SIZE)
+    for model, memsave in zip(models, (False, True), strict=True):
         if memsave and door == "model":
             patch(model)
         cls, asked = (MemSaveTrainer, {"memsave": memsave}) if door == "trainer" else (Trainer, {})
@@ -191,6 +229,17 @@ def test_a_trainer_switches_both_on(door, liger, tmp_path, caplog):
     assert "the first step keeps" in caplog.text
     unpatch(model)
     assert "liger_kernel" in model.forward.__func__.__globals__["__name__"]
+
+
+def test_an_approximation_that_ligers_forward_hides_is_refused_as_training_begins(liger, tmp_path):
+    model = build("llama", SIZE)
+    liger(build("llama", SIZE), "llama")  # so that what the trainer has it change is put back
+    patch(model, norm="output")
+    kernels = {"rms_norm": True, "rope": False, "swiglu": False, **NO_LOSS}
+    options = {"use_liger_kernel": True, "liger_kernel_config": kernels, "use_cpu": True, "report_to": []}
+    rows = [{name: x[0] for name, x in batch_for(model, SIZE).items()}]
+    with pytest.raises(PatchError, match="has a forward of its own.*use_liger_kernel=False"):
+        Trainer(model, TrainingArguments(tmp_path, **options), train_dataset=rows).train()
 
 
 def test_an_activation_that_a_kernel_computes_is_said_to_be_skipped(liger):
@@ -217,7 +266,7 @@ OTHERS = {
     "kernelize, every second layer": (["kernelize"], partial(checkpointed, every_n_layers=2)),
     "kernelize, offload": (["kernelize"], partial(checkpointed, offload=True)),
     "kernelize, selective": (["kernelize"], selective),
-    "liger, kernelize": (["kernelize", "liger"], lambda model, family: model),
+    "liger, kernelize": (["liger's MLPs", "kernelize"], lambda model, family: model),
 }
 
 
@@ -228,5 +277,6 @@ def test_others_together(others, rung, request, monkeypatch):
     libraries, checkpoint = OTHERS[others]
     stock = build("llama", SIZE)
     for library in libraries:
-        stock = request.getfixturevalue(library)(stock, "llama")
+        name, _, part = library.partition("'s ")
+        stock = request.getfixturevalue(name)(stock, "llama", **{"rms_norm": False} if part else {})
     assert_bits(checkpoint(stock, "llama"), **RUNGS[rung])

@@ -40,7 +40,7 @@ def test_smart_finds_the_least_that_fits(make, share, config, device):
     model, batch = (model := make(device)), batch_for(model, SIZE)
     limit = between(model, batch, share, config)
     plan = smart(model, batch, config, limit, timer=once)
-    assert plan.converted and plan.report.config == plan.config and patched_classes(model)
+    assert plan.config is not None and plan.report.config == plan.config and patched_classes(model)
     assert needs(model, batch, plan.config) <= limit < needs(model, batch)
     layers = dict(plan.config.layers)
     assert set(layers) == {"activation", "norm", "dropout", "attention"} and any(layers.values())
@@ -62,7 +62,7 @@ def test_what_is_needed_is_counted(made):
     assert stock.needed - stock.kept == fixed(model) < fixed(bert())
     unpatch(model)
     again = smart(model, batch, "tempo", memory=stock.needed - 1, optimizer_bytes=0, timer=once)
-    assert not again.converted and again.trials[0].needed < stock.needed
+    assert again.config is None and again.trials[0].needed < stock.needed
 
 
 @pytest.mark.parametrize("kind", ["activation", "norm", "dropout"])
@@ -98,7 +98,7 @@ def test_what_fits_stays_stock_and_what_cannot_fit_is_an_error_with_figures(made
     model, batch = made
     before, stock, least = state_of(model), needs(model, batch), needs(model, batch, "tempo")
     plan = smart(model, batch, "tempo", memory=stock, timer=once)
-    assert (plan.config, plan.report, plan.converted, len(plan.trials)) == (None, None, False, 1)
+    assert (plan.config, plan.report, len(plan.trials)) == (None, None, 1)
     assert "stays stock" in plan.reason and state_of(model) == before
     with pytest.raises(PlanError, match=r"batch of 4 does not fit: expected at most .* MiB, got .*stock .*smaller bat"):
         smart(model, batch, "tempo", memory=least - 1, timer=once)
@@ -121,7 +121,7 @@ def test_fast_finds_the_largest_batches_and_decides_by_sequences_a_second(size, 
 
     before, limit = state_of(model), needs(model, resized(batch, room))
     plan = fast(model, resized(batch, size), "tempo", memory=limit, forward=sizes_of(model, seen), timer=timer)
-    assert plan.converted == pays and ("everything is converted" in plan.reason) == pays
+    assert (plan.config is not None) == pays and ("everything is converted" in plan.reason) == pays
     largest = {trial.name: trial.batch_size for trial in plan.trials if trial.seconds is not None}
     most = largest["everything"]
     assert largest["nothing"] == room < most and plan.batch_size == (most if pays else room)
@@ -140,7 +140,7 @@ def test_fast_tries_no_larger_batch_than_it_may_and_none_twice(most, made):
     (model, batch), seen = made, []
     forward = sizes_of(model, seen)
     plan = fast(model, batch, "tempo", "1GiB", forward=forward, max_batch=most, timer=once)
-    assert max(seen) == plan.batch_size == most and not plan.converted and "no more sequences fit" in plan.reason
+    assert max(seen) == plan.batch_size == most and plan.config is None and "no more sequences fit" in plan.reason
     tried = [(t.name, t.batch_size) for t in plan.trials]
     assert len(set(tried)) == len(tried) and tried[-1] == ("everything", most)
 
@@ -255,7 +255,7 @@ def test_a_plan_or_a_fault_leaves_all_but_what_is_converted(search, where, devic
             snapshot.check(is_stock=True)
         else:
             break
-    assert (faults >= 2 or where is None) and plan.converted and {norm.eps for norm in norms(model)} == {EPS}
+    assert (faults >= 2 or where is None) and plan.config is not None and {norm.eps for norm in norms(model)} == {EPS}
     snapshot.check(is_stock=False)
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_memsave.arch import path_of
+from hf_memsave.arch.sites import path_of
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.approximate.inverse import ACTIVATIONS, FITS, InverseFit, name_of, slope, wide
 from hf_memsave.ops.fused.kernels import is_watched

@@ -11,7 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import MemSaveConfig, PatchError, patch, unpatch
-from hf_memsave.arch import FUSED, path_of
+from hf_memsave.arch.fused import FUSED
+from hf_memsave.arch.sites import path_of
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.ops.fused import cross_entropy
 from hf_memsave.ops.fused import kernels as kernels_file

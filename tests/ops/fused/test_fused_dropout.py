@@ -13,7 +13,7 @@ from transformers.models.bert.modeling_bert import BertOutput, BertSelfOutput
 from transformers.models.electra.modeling_electra import ElectraOutput
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from hf_memsave.arch import fused_of
+from hf_memsave.arch.fused import fused_of
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.ops.fused import dropout_norm, lora

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.arch import fused, fused_of
+from hf_memsave.arch import fused
+from hf_memsave.arch.fused import fused_of
 from hf_memsave.ops.fused import rotary
 from hf_memsave.ops.fused.kernels import kernels
 from support.kernels import SMALL, interpreted, rounding, same, step  # noqa: F401
