@@ -1,6 +1,7 @@
 """Comparing a step, stock and patched: equal where it is, a planted difference is seen, and no trace is left."""
 
 import contextlib
+import ctypes
 import os
 import random
 
@@ -65,10 +66,15 @@ def test_compare_step_sees_a_wrong_gradient_and_how_wrong_it_is(monkeypatch):
     assert compare_step(Net(), X, {"activation": "stock"}).differing == ()
 
 
+def double_unseen(x):
+    numbers = (ctypes.c_float * x.numel()).from_address(x.untyped_storage().data_ptr())
+    numbers[:] = [2 * number for number in numbers]
+
+
 @pytest.mark.parametrize(
     ("write", "wrong"),
-    [(lambda x: x.data.mul_(2), []), (lambda x: x.detach().numpy().__imul__(2), ["down.weight"])],
-    ids=["data", "numpy"],
+    [(lambda x: x.data.mul_(2), []), (lambda x: x.detach().numpy().__imul__(2), []), (double_unseen, ["down.weight"])],
+    ids=["data", "numpy", "storage"],
 )
 def test_a_write_that_nothing_sees_is_revealed(write, wrong):
     found = compare_step(Net(write=write), X)
