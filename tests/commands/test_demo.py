@@ -38,7 +38,6 @@ def test_demo_without_matplotlib_draws_nothing_and_says_so(tmp_path, capsys, mon
     output = " ".join(capsys.readouterr().out.split())
     assert "No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'" in output
     assert "agree to the last bit in all 2 losses" in output
-    assert "BERT has not learned this" in output and "2 steps from random weights are too few" in output
 
 
 @pytest.mark.long
