@@ -63,9 +63,9 @@ class MemSaveConfig:
             "few_bit" (:attr:`few_bits` bits of the slope where nothing wants the output; elsewhere "recompute").
         few_bits: Bits an element for activation="few_bit", 1 to 8.
         norm: Outputs of norms: recomputed, or kept as stock does. Not exact: "output" (kept instead of the input).
-        dropout: Dropout masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask":
-            faster on CPU), by what is cheaper ("auto": on CPU a bit where that is at most 1/32 of what it drops from,
-            or less than a state), or kept as stock does.
+        dropout: Dropout masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask"), by
+            what is quicker ("auto": the state on CUDA, bits on CPU, there below the floor what is smaller), or kept as
+            stock does.
         attention: SDPA's repeated k and v, masks and transposed output, and what eager attention computes beyond its
             softmax: recomputed or shared, or kept as stock does.
         lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.

@@ -33,7 +33,6 @@ from hf_memsave.ops.op import Op
 from hf_memsave.tape import Tape, current, private
 from hf_memsave.tape.as_stock import run_counted
 from hf_memsave.tape.autocast import low
-from hf_memsave.tape.content import same
 from hf_memsave.tape.dropout import TURN, can_redraw, drawn, redrawn
 from hf_memsave.tape.handles import KeptTensor, written
 from hf_memsave.tape.parameters import Sharded, gathers_of
@@ -75,8 +74,7 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
     base = x if call.weight is not None else module._modules["base_layer"](x)
     if tape.ledger is None or tape.frame.replaces_stock:
         return _run(tape, call, x, base)
-    given = x, base, call.a, call.b, call.weight, call.bias
-    return run_counted(tape, "lora", partial(_run, tape, call, x, base), partial(_as_stock, call), given)
+    return run_counted(tape, "lora", partial(_run, tape, call, x, base), _as_stock, (x, base, *call))
 
 
 def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
@@ -91,10 +89,11 @@ def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
         return z
 
 
-def _as_stock(call: _Call, x: Tensor, base: Tensor, a: Tensor, b: Tensor, weight: Any, bias: Any) -> Tensor:
+def _as_stock(x: Tensor, base: Tensor, *settings: Any) -> Tensor:
     """Run the functions that PEFT's layer calls, except a base layer that has run, to count what they keep."""
-    out = base if weight is None else F.linear(x, weight, bias)
-    return _added(call.rounds, call.scale, out, F.linear(F.dropout(x.to(call.into), call.p), a), b)
+    call = _Call(*settings)
+    out = base if call.weight is None else F.linear(x, call.weight, call.bias)
+    return _added(call.rounds, call.scale, out, F.linear(F.dropout(x.to(call.into), call.p), call.a), call.b)
 
 
 def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
@@ -170,12 +169,13 @@ def _frozen(base: Any) -> tuple[Tensor | None, Tensor | None]:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, call: _Call, x: Tensor, base: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        y, kept = x.to(call.into), tuple[Tensor, ...]()
-        out, to = base, call.low
+        out, to, kept = base, call.low, tuple[Tensor, ...]()
         if call.weight is not None:
             out = F.linear(_as(x, to), _as(call.weight, to), _as(call.bias, to))
-        if call.p:  # of what is wider than z, such as an activation, the tape may keep less than its bytes
-            y, ctx.again, kept = _dropped(tape, y, call.p, x.itemsize if call.a.shape[1] <= call.b.shape[0] else 0)
+        if call.p:
+            y, ctx.again, kept = _dropped(tape, x, call.into, call.p)
+        else:
+            y = x.to(call.into)
         h = F.linear(y if to is None else _as(y, to), a)
         del y  # which is as large as x in fp32
         z = _added(call.rounds, call.scale, out, h, b)
@@ -258,20 +258,20 @@ def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None
             tape.record(z, again, (base, h, call.b))
 
 
-def _dropped(tape: Tape, x: Tensor, p: float, itemsize: int) -> tuple[Tensor, Callable[..., Any], tuple[Tensor, ...]]:
+def _dropped(
+    tape: Tape, x: Tensor, into: torch.dtype, p: float
+) -> tuple[Tensor, Callable[..., Any], tuple[Tensor, ...]]:
     """Return dropout(x), a function of x and the kept tensors that gives it again with its backward, and these."""
     if fuses_dropout(x):
         with TURN:
             state = default_generator(x.device).get_state()
-            return torch.native_dropout(x, p, True)[0], partial(_drawn, p), (state,)
-    noise, again, kept = drawn(tape, x, p, itemsize)
-    if kept[0].nbytes >= noise.nbytes:
-        again, kept = same, (noise,)
-    return x * noise, partial(_times, again), kept
+            return torch.native_dropout(x.to(into), p, True)[0], partial(_drawn, p), (state,)
+    noise, again, kept = drawn(tape, x, p, into)
+    return noise.mul_(x), partial(_times, again), kept
 
 
-def _times(again: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    noise = again(kept)
+def _times(again: Callable[..., Tensor], x: Tensor, *kept: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    noise = again(*kept)
     return x * noise, noise.mul
 
 

@@ -182,8 +182,7 @@ def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, number
 
 def _tool_of(forward: Any) -> str:
     """Return the name of the Python module that defines ``forward``, which ``functools.wraps`` cannot change."""
-    name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
-    return name
+    return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", ""))
 
 
 def _hidden(name: str, module: nn.Module) -> str:

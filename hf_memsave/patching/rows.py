@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_memsave.arch.sites import first_of_experts, kind_of
-from hf_memsave.device import HALVES, default_generator, fuses_dropout, has_numbers
+from hf_memsave.device import HALVES, default_generator, has_numbers
 from hf_memsave.errors import MemSaveError
 from hf_memsave.logs import warn_once
 from hf_memsave.ops.loss import chunked_loss
@@ -374,7 +374,7 @@ class _Masks(TorchFunctionMode):
             known.append(again)
         else:
             mask = known[self.number]()
-        return [mask_as_bits(tape, mask[..., part, :].contiguous(), p, not fuses_dropout(x)) for part in self.parts]
+        return [mask_as_bits(tape, mask[..., part, :].contiguous()) for part in self.parts]
 
 
 # Trying a module before it runs in rows.

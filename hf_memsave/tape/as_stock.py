@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -18,8 +20,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.device import has_numbers
 from hf_memsave.tape.private import FakeTensor, FakeTensorMode, Note, no_modes
+from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tape import Tape
-from hf_memsave.tape.tensors import leaves
+from hf_memsave.tape.tensors import CONSTANT, leaves
+
+#: Attributes of modules that no forward of stock's reads, or that have what is listed beside them.
+_UNREAD = ("_memsave", "_modules")
 
 
 def replacing_stock(tape: Tape | None) -> contextlib.AbstractContextManager[None]:
@@ -28,39 +34,38 @@ def replacing_stock(tape: Tape | None) -> contextlib.AbstractContextManager[None
 
 
 def run_counted(
-    tape: Tape | None,
-    name: str,
-    run: Callable[[], Any],
-    stock: Callable[..., Any],
-    args: Sequence[Any],
+    tape: Tape | None, name: str, run: Callable[[], Any], stock: Callable[..., Any], args: Sequence[Any],
     module: nn.Module | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return ``run()``, and tell the ledger of ``tape`` what ``stock(*args)``, which stock runs instead, asks to keep.
 
     ``stock`` is called at most once, with tensors without bytes, and may read the parameters of ``module``.
     """
     if tape is None or tape.ledger is None or tape.frame.replaces_stock:
         return run()
-    if (asked := _asked(stock, args, module)) is None:
+    known, within = tape.ledger.asked, [] if module is None else list(module.modules())
+    with no_modes():  # which would see every shape that is asked for
+        key = _key(stock, args, module, within)
+    if key not in known:
+        known[key] = _asked(stock, args, within)
+    if (asked := known[key]) is None:
         tape.ledger.note_missing(name if module is None else type(module).__name__)
         return run()
-    inputs, nbytes, is_out_asked = asked
+    are_asked, nbytes, is_out_asked = asked
     with replacing_stock(tape):
         out = run()
-    by = _graph_of(out)
-    for x in (*inputs, *([out] if is_out_asked else [])):
-        tape.note(x, tape.content_of(x), by)
-    tape.ledger.note_stock(name, nbytes, by)
+    with no_modes():
+        by = run_counted if type(out) is not Tensor or out.grad_fn is None else Note.of(out.grad_fn)  # as its graph
+        for x in (*compress(args, are_asked), *([out] if is_out_asked else [])):
+            tape.note(x, tape.content_of(x), by)
+        tape.ledger.note_stock(name, nbytes, by)
     return out
 
 
-def _asked(
-    stock: Callable[..., Any], args: Sequence[Any], module: nn.Module | None
-) -> tuple[list[Tensor], int, bool] | None:
-    """Return the ``args`` that stock keeps, bytes it makes and keeps, and if its result is kept; None if unknown."""
+def _asked(stock: Any, args: Sequence[Any], within: list[nn.Module]) -> tuple[list[bool], int, bool] | None:
+    """Return which ``args`` stock keeps, bytes it makes and keeps, and if its result is kept; None if unknown."""
     if not all(type(x) in (Tensor, nn.Parameter) and has_numbers(x) for x in leaves(args, None)):
         return None
-    within = [] if module is None else list(module.modules())
     if any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in within):
         return None  # which would see tensors without bytes
     found: dict[int, Any] = {}
@@ -78,12 +83,11 @@ def _asked(
             fakes = [_without_bytes(a) if isinstance(a, Tensor) else a for a in args]
             with torch.enable_grad(), saved_tensors_hooks(pack, Tensor.detach):  # which no backward asks
                 out = stock(*fakes)
-            weights = [mode.from_tensor(p) for p in (() if module is None else module.parameters())]
-            given = [(a, _place(f)) for a, f in zip(args, fakes, strict=True) if isinstance(f, Tensor)]
+            weights = [mode.from_tensor(p) for m in within for p in m.parameters(recurse=False)]
             is_out = isinstance(out, Tensor) and _place(out) in found
-            mine = {place for _, place in given} | {_place(w) for w in weights} | ({_place(out)} if is_out else set())
+            mine = {_place(x) for x in (*fakes, *weights, *([out] if is_out else [])) if isinstance(x, Tensor)}
             nbytes = sum(storage.nbytes() for place, storage in found.items() if place not in mine)
-            return [a for a, place in given if place in found], nbytes, is_out
+            return [isinstance(f, Tensor) and _place(f) in found for f in fakes], nbytes, is_out
     except Exception:  # what cannot run without bytes is counted as what stands for it
         return None
     finally:
@@ -91,15 +95,25 @@ def _asked(
         log.disabled = was_disabled
 
 
-def _graph_of(out: Any) -> Any:
-    """Return an object that lives as long as the graph that made ``out``; or for good, where ``out`` does not tell."""
-    if type(out) is not Tensor or out.grad_fn is None:
-        return _graph_of
-    return Note.of(out.grad_fn)
-
-
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _key(stock: Any, args: Sequence[Any], module: nn.Module | None, within: list[nn.Module]) -> Any:
+    """Return what is equal where ``stock`` asks for the same, as in two blocks; a new object where that is unknown."""
+    if module is not None and not (isinstance(stock, partial) and stock.args == (module,)):  # a closure
+        return object()
+    own = [(type(m), [item for item in vars(m).items() if not item[0].startswith(_UNREAD)]) for m in within]
+    return getattr(stock, "func", stock), _kind(args), _kind(own)
+
+
+def _kind(x: Any) -> Any:
+    """Return all of ``x`` but the numbers of tensors."""
+    if isinstance(x, (list, tuple, set, dict)):
+        return tuple(map(_kind, x.items() if isinstance(x, dict) else x))
+    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+        return repr(x) if type(x) in CONSTANT else id(x)
+    return x.shape, x.stride(), x.dtype, x.requires_grad, AutocastState.now(x.device.type), x.device
 
 
 def _without_bytes(x: Tensor) -> Tensor:

@@ -87,7 +87,9 @@ class Encoder:
 
     def __call__(self, storages: Storages, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
         """Return what goes on the tape for ``tensor``; None to keep it as it is."""
-        if not _is_activation(tensor, content):
+        is_statistic = tensor.dim() == 0 or tensor.shape[-1] == 1
+        is_coded = tensor.dtype in _CODED and tensor.numel() >= SMALLEST_CODED and not is_statistic
+        if not is_coded or not (content.is_activation or tensor.requires_grad):
             return None
         mine = tensor.detach()
         if not is_dense(mine):
@@ -103,12 +105,6 @@ class Encoder:
         ticket = Ticket(coded(storages, content, storage, mine, remake, codes, is_lossy=True), mine)
         ticket.offset = 0  # the decoded tensor has a storage of its own
         return ticket
-
-
-def _is_activation(tensor: Tensor, content: Content) -> bool:
-    is_statistic = tensor.dim() == 0 or tensor.shape[-1] == 1
-    is_coded = tensor.dtype in _CODED and tensor.numel() >= SMALLEST_CODED and not is_statistic
-    return is_coded and (content.is_activation or tensor.requires_grad)
 
 
 def _decoded(codes: Tensor, bounds: Tensor, decode: Callable[..., Tensor], form: Format, like: Blank) -> Tensor:

@@ -10,7 +10,8 @@ Kept for backward, beside x, from which y is recomputed::
     eager    m / q in x's dtype (CPU) or m as a byte (CUDA), and y in the next linear
     "seed"   the generator's state before the draw: 5056 bytes (CPU), 16 bytes (CUDA)
     "mask"   one bit an element
-    "auto"   CUDA: the state. CPU: bits; the state where bits are more than 1/32 of what is kept, and more than it
+    "auto"   CUDA: the state. CPU: bits
+    "small"  CUDA: the state. CPU: what takes fewer bytes
 
 Exact. On CPU drawing again takes about as long as drawing did, ten times as long as reading bits, and a mask is kept in
 bits where another thread drew between the reading of the state and the mask. On CUDA it is one cheap kernel, which
@@ -36,15 +37,14 @@ from hf_memsave.device import current_stream, default_generator, fuses_dropout, 
 from hf_memsave.tape.codecs import coded
 from hf_memsave.tape.content import Ticket
 from hf_memsave.tape.handles import Blank
-from hf_memsave.tape.parameters import CASTS
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, is_plain
 
 #: For alpha dropout: the value that SELU saturates at, negated.
 _SATURATION = 1.7580993408473766
-#: Bytes of a state of CPU's generator, and of an element that is 32 times a bit.
-_STATE, _WIDE = 5056, 4
+#: Bytes of a state of CPU's generator.
+_STATE = 5056
 _ALPHA = frozenset({F.alpha_dropout, torch.alpha_dropout})
 #: Dropouts of whole channels -> dimensions of a batch: any other input, stock refuses or takes for one sample, which it
 #: puts into a batch.
@@ -87,50 +87,49 @@ def dropout_arguments(
 
 
 def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor:
-    cast = tape.call_that_made(like, CASTS)
-    dtype = like.dtype if cast is None else cast.seen[0][0].dtype
-    noise, again, kept = drawn(tape, like, p, dtype.itemsize, is_scaled)
+    noise, again, kept = drawn(tape, like, p, like.dtype, is_scaled)
     tape.record(noise, again, kept)
     return noise
 
 
 def drawn(
-    tape: Tape, like: Tensor, p: float, itemsize: int, is_scaled: bool = True
+    tape: Tape, like: Tensor, p: float, dtype: torch.dtype, is_scaled: bool = True
 ) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
     """Draw what stock's dropout multiplies ``like`` with on CPU, as stock draws it; return how to recompute it too.
 
     Args:
         tape: The ``dropout`` of its frame says what to keep.
-        like: The dropout's input, dense.
+        like: The dropout's input, dense; what is drawn is the same for any dtype.
         p: The probability of a zero, between 0 and 1.
-        itemsize: Bytes of an element of the tensor that ``like`` is a cast of, or of its own.
+        dtype: That of ``noise``.
         is_scaled: Whether elements that are not zero are 1 / (1 - p); else they are 1.
 
     Returns:
         ``noise``, ``again`` and ``kept``: ``again(*kept)`` is ``noise``, to the bit.
     """
+    how = tape.frame.dropout
+    is_state = how == "seed" or (how == "small" and like.numel() > 8 * _STATE)
     # Other threads draw from the model's generator too, so its state is read, and never set.
-    state = None if _is_kept_in_bits(tape, like, itemsize) else torch.default_generator.get_state()
-    noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p)
-    again: Callable[..., Tensor]
-    if state is not None and _begins_at(state, noise, p):
-        again, kept = partial(_redraw, like=Blank(noise), p=p, is_scaled=is_scaled), state
-    else:
-        again, kept = mask_as_bits(tape, noise, p, is_scaled)
-    return noise.div_(1 - p) if is_scaled else noise, again, (kept,)
+    state = torch.default_generator.get_state() if is_state else None
+    mask = torch.empty_like(like, dtype=torch.uint8, requires_grad=False).bernoulli_(1 - p)
+    scaled = partial(_scaled, dtype=dtype, p=p if is_scaled else 0.0)
+    if state is not None and _begins_at(state, mask, p):
+        return scaled(mask), partial(_redraw, like=Blank(mask), p=p, scaled=scaled), (state,)
+    again, bits = mask_as_bits(tape, mask, scaled)
+    return scaled(mask), again, (bits,)
 
 
-def _is_kept_in_bits(tape: Tape, like: Tensor, itemsize: int) -> bool:
-    # Bits are quick to read: chosen where they take no more than a state does, or at the floor 1/32 of what is kept.
-    if tape.frame.dropout == "auto" and itemsize >= _WIDE:
-        return True
-    return tape.frame.dropout == "mask" or (tape.frame.dropout != "seed" and like.numel() <= 8 * _STATE)
+def _scaled(mask: Tensor, dtype: torch.dtype, p: float) -> Tensor:
+    if p and dtype is torch.get_default_dtype():
+        return mask / (1 - p)  # as below, in one call
+    noise = mask.to(dtype)
+    return noise.div_(1 - p) if p else noise
 
 
-def mask_as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
-    """Return a function that decodes ``noise`` (or a mask) in backward, and the bits that it decodes."""
-    again = partial(_from_bits, unpack=tape.frame.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
-    return again, tape.frame.coders.pack_bits(noise.as_strided((noise.numel(),), (1,)).bool())
+def mask_as_bits(tape: Tape, mask: Tensor, scaled: Any = None) -> tuple[Callable[..., Tensor], Tensor]:
+    """Return a function that decodes ``mask`` in backward, then ``scaled``, and the bits that it decodes."""
+    again = partial(_from_bits, unpack=tape.frame.coders.unpack_bits, like=Blank(mask), scaled=scaled)
+    return again, tape.frame.coders.pack_bits(mask if mask.is_contiguous() else mask.as_strided((mask.numel(),), (1,)))
 
 
 class _Private(threading.local):
@@ -157,18 +156,15 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
         return False
 
 
-def _redraw(state: Tensor, like: Blank, p: float, is_scaled: bool) -> Tensor:
+def _redraw(state: Tensor, like: Blank, p: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
     with outside_transforms():
-        noise = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="cpu")
-        noise.bernoulli_(1 - p, generator=_private.generator.set_state(state))
-        return noise.div_(1 - p) if is_scaled else noise
+        mask = torch.empty_strided(like.shape, like.stride, dtype=torch.uint8, device="cpu")
+        return scaled(mask.bernoulli_(1 - p, generator=_private.generator.set_state(state)))
 
 
-def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, p: float, is_scaled: bool) -> Tensor:
-    flat = unpack(bits, like.shape.numel())
-    if like.dtype is not torch.bool:
-        flat = flat.view(torch.uint8).to(like.dtype)  # PyTorch has no quick kernel to convert booleans
-    return (flat.div_(1 - p) if is_scaled else flat).as_strided(like.shape, like.stride)
+def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, scaled: Any) -> Tensor:
+    mask = unpack(bits, like.shape.numel()).as_strided(like.shape, like.stride)
+    return mask if scaled is None else scaled(mask.view(torch.uint8))  # PyTorch converts booleans slowly
 
 
 # On CUDA, F.dropout is one fused kernel that returns its boolean mask too.
@@ -180,7 +176,7 @@ TURN = threading.RLock()
 def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
     if tape.frame.dropout == "mask":
         y, mask = torch.native_dropout(x, p, True)
-        unpacked, bits = mask_as_bits(tape, mask, p, is_scaled=False)
+        unpacked, bits = mask_as_bits(tape, mask)
         tape.record(mask, unpacked, (bits,))
         tape.record(y, torch.ops.aten.native_dropout_backward, (x, mask, scale_of(p, x.dtype)))
         return y
@@ -253,10 +249,10 @@ def redrawn(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 def mask_of(tape: Tape, like: Tensor, p: float) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Draw what stock's dropout draws for ``like`` (noise on CPU, a boolean mask on CUDA); return it and its redraw."""
+    """Draw the boolean mask that stock's dropout draws for ``like``; return it and its redraw."""
     if not fuses_dropout(like):
-        noise, again, kept = drawn(tape, like, p, like.itemsize)
-        return noise, partial(again, *kept)
+        mask, again, kept = drawn(tape, like, p, torch.uint8, is_scaled=False)
+        return mask, partial(again, *kept)
     with TURN:
         state = default_generator(like.device).get_state()
         return torch.native_dropout(like, p, True)[1], partial(_Redrawn(like, p).mask, state)
@@ -265,7 +261,7 @@ def mask_of(tape: Tape, like: Tensor, p: float) -> tuple[Tensor, Callable[[], Te
 def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """Return a dropout of ``x`` by some rows of what :func:`mask_of` drew."""
     if not fuses_dropout(x):
-        return x * mask
+        return x * _scaled(mask.view(torch.uint8), x.dtype, p)
     return torch.ops.aten.native_dropout_backward(x, mask, scale_of(p, x.dtype))
 
 

@@ -16,7 +16,7 @@ class Frame(NamedTuple):
     Attributes:
         table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
         dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), what is
-            cheaper ("auto"), also beside codes or recomputed linears ("small"), "stock".
+            quicker ("auto") or, beside codes and recomputed linears, smaller ("small"), "stock".
         coders: What packs bits and codes.
         recomputed: Weights whose products are recomputed: each a dict of a module's attributes, and a name in it.
         head: The linear whose logits may be computed later; ``logits(head, x, weight, bias)`` returns them.

@@ -15,14 +15,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.content import COUNTED, Content, is_parameter
+from hf_memsave.tape.content import COUNTED, Content, alive, is_parameter
 from hf_memsave.tape.kinds import STATE, Makers
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import checkpoint_frame, tree_leaves
@@ -30,9 +29,11 @@ from hf_memsave.tape.tensors import is_plain
 
 #: Kind of the tensors that PyTorch's selective checkpointing keeps.
 SELECTED = "selective checkpointing"
+#: Class of an autograd node -> the attributes with what it saved.
+_names_of_saved: Any = lru_cache(256)(lambda cls: [name for name in dir(cls) if name.startswith("_raw_saved_")])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Entry:
     """One storage, and weak references to what keeps it or has asked to: graphs of branches that are left are gone."""
 
@@ -40,20 +41,16 @@ class _Entry:
     nbytes: int
     made_by: str
     is_given: bool = False  # the caller of the model keeps it anyway
-    contents: WeakSet[Content] = field(default_factory=WeakSet)  # that tapes may keep
-    copies: WeakSet[Away] = field(default_factory=WeakSet)  # in main memory
-    asked_by: WeakSet[Any] = field(default_factory=WeakSet)  # what autograd got when it asked to keep it
-    held_by: WeakSet[Any] = field(default_factory=WeakSet)  # what else keeps it, such as a checkpoint
+    contents: list[weakref.ref[Content]] = field(default_factory=list)  # that tapes may keep
+    copies: list[weakref.ref[Away]] = field(default_factory=list)  # in main memory
+    asked_by: list[weakref.ref[Any]] = field(default_factory=list)  # what autograd got when it asked to keep it
+    held_by: list[weakref.ref[Any]] = field(default_factory=list)  # what else keeps it, such as a checkpoint
 
     def note_holder(self, by: Any, is_asked: bool) -> None:
         """Note that ``by`` keeps the storage itself; in stock too, if ``is_asked``."""
-        self.held_by.add(by)
+        self.held_by.append(weakref.ref(by))
         if is_asked:
-            self.asked_by.add(by)
-
-    def is_kept(self) -> bool:
-        """Return whether the storage is kept on the device, and would not be if nothing asked for it."""
-        return not self.is_given and (len(self.held_by) > 0 or any(c.is_kept for c in self.contents))
+            self.asked_by.append(weakref.ref(by))
 
 
 class Ledger:
@@ -93,9 +90,9 @@ class Ledger:
             setattr(storage, COUNTED, entry)
             self._entries.append(entry)
         if content is not None:
-            entry.contents.add(content)
+            entry.contents.append(weakref.ref(content))
         if asked_by is not None:
-            entry.asked_by.add(asked_by)
+            entry.asked_by.append(weakref.ref(asked_by))
         return entry
 
     def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:
@@ -121,11 +118,7 @@ class Ledger:
 
     def note_stock(self, name: str, nbytes: int, by: Any) -> None:
         """Note that stock keeps ``nbytes`` more for ``by``, which nothing makes here."""
-        self._entries.append(_Entry(self._forward, nbytes, self.makers.here(name), asked_by=WeakSet([by])))
-
-    def note_recomputed(self, nbytes: int) -> None:
-        """Note that a linear of a rung is recomputed, in place of which ``nbytes`` would be kept."""
-        self._recomputed += nbytes
+        self._entries.append(_Entry(self._forward, nbytes, self.makers.here(name), asked_by=[weakref.ref(by)]))
 
     def note_missing(self, what: str) -> None:
         """Note that what stock keeps of ``what`` cannot be known."""
@@ -139,10 +132,11 @@ class Ledger:
 
     def forget(self) -> None:
         """Begin to count another forward: this one failed, or was counted."""
-        self._recomputed = 0
+        self.recomputed = 0  # bytes of products that run again: ``nbytes_recomputed``, once counted
         self._forward, self._entries = object(), list[_Entry]()
         self._codes: list[tuple[weakref.ref[Content], str]] = []
         self.makers = Makers()
+        self.asked: dict[Any, Any] = {}  # what stock's operations ask for, by what they are called with
         self._missing: list[str] = []
         self._frames: list[weakref.ref[Any]] = []
 
@@ -150,7 +144,7 @@ class Ledger:
         """Count what is kept, now that the forward has returned ``out``."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
-        self.nbytes_recomputed, self.nbytes_moved, nodes = self._recomputed, 0, [*_nodes_of(out)]
+        self.nbytes_recomputed, self.nbytes_moved, nodes = self.recomputed, 0, [*_nodes_of(out)]
         for frame in ({ref() for ref in self._frames} | {f for node in nodes for f in _frames_of(node)}) - {None}:
             for entry in self._of(_selected(frame)):
                 entry.note_holder(frame, is_asked=True)
@@ -161,11 +155,12 @@ class Ledger:
             for entry in self._of(_held_by(node)):
                 entry.note_holder(self, is_asked=True)
         for entry in self._entries:
-            n, is_away = entry.nbytes, len(entry.copies) > 0
-            is_kept = is_away or entry.is_kept()
+            n, is_away = entry.nbytes, any(alive(entry.copies))
+            is_held = any(alive(entry.held_by)) or any(c.is_kept for c in alive(entry.contents))
+            is_kept = is_away or (is_held and not entry.is_given)
             if is_kept:
                 (self.offloaded if is_away else self.kept)[entry.made_by] += n
-            self.avoided[entry.made_by] += n * ((len(entry.asked_by) > 0 and not entry.is_given) - is_kept)
+            self.avoided[entry.made_by] += n * ((any(alive(entry.asked_by)) and not entry.is_given) - is_kept)
         for ref, name in self._codes:
             if (code := ref()) is not None and (nbytes := code.nbytes_code):
                 (self.offloaded if _is_away(code) else self.kept)[name] += nbytes
@@ -224,7 +219,7 @@ def _nodes_of(out: Any) -> Iterator[Any]:
 
 def _held_by(node: Any) -> list[Tensor]:
     """Return a node's leaf that wants a gradient, or the tensors in a Function's context beside what it saved."""
-    held = _leaves(list(getattr(node, "__dict__", {}).values()))
+    held = _leaves(list(own.values())) if (own := getattr(node, "__dict__", None)) else []
     held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
     held += [node.variable] if node.name().endswith("AccumulateGrad") else []
     return [x for x in held if isinstance(x, Tensor)]
@@ -232,7 +227,7 @@ def _held_by(node: Any) -> list[Tensor]:
 
 def _frames_of(node: Any) -> list[Any]:
     """Return what PyTorch's checkpointing knows of the calls in which a node saved its tensors."""
-    saved = _leaves([getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")])
+    saved = _leaves([getattr(node, name) for name in names]) if (names := _names_of_saved(type(node))) else []
     return [checkpoint_frame([hook])[0] for one in saved if (hook := getattr(one, "unpack_hook", None)) is not None]
 
 

@@ -79,7 +79,7 @@ class Offload(saved_tensors_hooks):
                 copy.before_write()
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
             if (entry := getattr(storage, COUNTED, None)) is not None:
-                entry.copies.add(copy)
+                entry.copies.append(weakref.ref(copy))
         view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         return copy, *view, tensor.is_conj(), tensor.is_neg()
 

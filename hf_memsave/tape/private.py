@@ -220,13 +220,13 @@ def modules_that_run() -> tuple[list[torch.nn.Module], list[str]]:
     """Return the three innermost modules that this thread runs, and the names of functions within the innermost."""
     modules: list[torch.nn.Module] = []
     names: list[str] = []
-    for frame, _ in walk_stack(sys._getframe(1)):
-        if frame.f_code is _module_call:
+    frame: Any = sys._getframe(1)
+    while frame is not None and len(modules) < 3:
+        if (code := frame.f_code) is _module_call:
             modules.append(frame.f_locals["self"])
-            if len(modules) == 3:
-                break
         elif not modules:
-            names.append(frame.f_code.co_name)
+            names.append(code.co_name)
+        frame = frame.f_back
     return modules, names
 
 

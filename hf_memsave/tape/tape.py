@@ -184,7 +184,7 @@ class Tape(Storages, TorchFunctionMode):
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """Note on the storage of ``out`` that ``func(*args, **kwargs)`` makes it, to the bit. It aliases none."""
         calls = self.calls  # every call comes here
-        calls.state = made = hash((calls.state, getattr(func, "__name__", type(func)), out.numel()))
+        calls.state = made = hash((calls.state, getattr(func, "__name__", type(func)), out.numel().bit_length()))
         if self.outer is None and calls.known.get(made, 0) >= UNUSED:
             return
         try:
@@ -270,7 +270,7 @@ class Tape(Storages, TorchFunctionMode):
             self.ledger.makers.see()
         entry, handle = self.note(tensor, self.content_of(tensor)), self.pack(tensor)
         if entry is not None and not self.frame.replaces_stock:
-            entry.asked_by.add(handle)
+            entry.asked_by.append(weakref.ref(handle))
         return handle
 
     def ticket(self, content: Content, storage: Any, tensor: Tensor) -> Ticket | None:
@@ -369,7 +369,7 @@ class Tape(Storages, TorchFunctionMode):
                 first = None
             notes[key] = weakref.ref(content if first is None else first)
         if type(func) is RecomputedProduct and self.ledger is not None:
-            self.ledger.note_recomputed(storage.nbytes())
+            self.ledger.recomputed += storage.nbytes()
         if first is not None and not content.holders():
             content.call, content = None, first
         else:

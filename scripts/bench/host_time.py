@@ -177,7 +177,7 @@ def in_turn(runs: dict[str, Any], batch: dict[str, Tensor], seconds: float) -> d
     gc.freeze()  # the collector stays on, but does not look at the libraries' objects
     end, order = time.perf_counter() + seconds, list(runs)
     try:
-        while time.perf_counter() < end or len(times["stock"]) < FEWEST:
+        while time.perf_counter() < end or min(map(len, times.values())) < FEWEST:
             for way in order:
                 times[way].append(step(runs[way], batch))
             order.append(order.pop(0))

@@ -24,11 +24,7 @@ from support.threads import switching
 ROWS, WIDTH = 64, 64
 #: Draws among which one is looked for again.
 RECENT = 10_000
-
-
-@pytest.fixture(autouse=True)
-def by_seed(monkeypatch):
-    monkeypatch.setattr(dropout, "_is_kept_in_bits", lambda *_: False)
+by_seed = partial(taping, dropout="seed")
 
 
 @pytest.fixture
@@ -80,7 +76,7 @@ def test_masks_are_drawn_again_as_they_were_and_no_thread_is_given_the_numbers_o
 
     def train():
         net, x, found = Net(), torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) + 0.5, []
-        patch(net)
+        patch(net, {"dropout": "seed"})
         while time.monotonic() < end:
             net.zero_grad(set_to_none=True)
             net.seen.clear()
@@ -113,11 +109,11 @@ def test_a_draw_in_between_costs_no_exactness_and_keeps_one_bit_an_element(dtype
             torch.rand(1)
             return fn(x, p, True)
 
-        assert_exact(lambda x: fn(x, p, True), stock, [x])  # noqa: B023
-    assert kept(partial(F.dropout, p=0.1), x, tape=True, producer=torch.sigmoid) == x.nbytes + -(-x.numel() // 8)
+        assert_exact(lambda x: fn(x, p, True), stock, [x], by_seed)  # noqa: B023
+    assert kept(partial(F.dropout, p=0.1), x, tape=by_seed, producer=torch.sigmoid) == x.nbytes + -(-x.numel() // 8)
     del verdicts[:]
     for view, p in product(LAYOUTS.values(), (0.01, 0.5, 0.99)):
-        with taping():
+        with by_seed():
             F.dropout(view(random(80, 50, 8).to(dtype).requires_grad_()), p)
     assert verdicts == [False] * 12
 
@@ -132,7 +128,7 @@ def test_no_draw_in_between_is_noticed_too(dtype, threads_of_torch, verdicts):
         for shape, view in product(((1, 1, 1), (3, 5, 7), (40, 20, 1), (89, 9, 1), (50, 60, 10)), LAYOUTS.values()):
             x = view(random(*shape, dtype=dtype).requires_grad_())
             for p in (1e-6, 0.1, 0.9):
-                with taping():
+                with by_seed():
                     F.dropout(x, p)
     finally:
         torch.set_num_threads(before)

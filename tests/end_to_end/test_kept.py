@@ -42,11 +42,12 @@ SLACK = dict.fromkeys(FAMILIES + MORE, 1.03) | dict.fromkeys(ZOO, 1.045) | dict.
 
 
 @functools.cache
-def kept(family, mode, layers, padded=False, patched=True, batch=QUOTED.batch):
+def kept(family, mode, layers, padded=False, patched=True, batch=QUOTED.batch, dropout=None):
+    """In bytes; masks beside tensors of 16 bits, of which a bit an element is more than 3%, as states."""
     size = replace(QUOTED, layers=layers, batch=batch)
     model = build(family, size, MODES[mode]).to(DEVICE)
     if patched:
-        patch(model)
+        patch(model, {"dropout": dropout or ("auto" if mode == "fp32" else "seed")})
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=mode == "autocast"):
         return measure_kept(model, batch_for(model, size, padded)).total
 
@@ -92,6 +93,14 @@ def test_padding_adds_at_most_one_mask_per_forward(family):
     masks = 3 * QUOTED.heads if family.startswith("t5") else 1
     mask = masks * QUOTED.batch * QUOTED.seq * QUOTED.seq * (2 + 1)  # in bf16, and the boolean one it was made of
     assert kept(family, "bf16", 2, padded=True) - kept(family, "bf16", 2, padded=False) <= mask
+
+
+def test_masks_beside_tensors_of_16_bits_take_a_bit_an_element_on_cpu():
+    only_on_cpu(DEVICE, "that one bit")
+    auto, seed = (
+        kept("bert", "bf16", 4, dropout=how) - kept("bert", "bf16", 2, dropout=how) for how in ("auto", "seed")
+    )
+    assert auto - seed == 2 * 2 * (QUOTED.u(2) / 16 - 5056)  # of two layers, of two dropouts each
 
 
 def test_stock_keeps_what_the_notes_say():

@@ -4,13 +4,17 @@ import copy
 import gc
 import inspect
 import re
+import subprocess
+import sys
 import weakref
+from collections import Counter
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch, unpatch
+from hf_memsave import MemSaveConfig, PatchError, PatchReport, measure_kept, patch, unpatch
 from support.steps import assert_same, patched_classes, state_of, step
 from support.zoo import FAMILIES, Size, batch_for, build
 
@@ -163,6 +167,29 @@ def test_a_model_inside_another_module_is_covered_with_it(device):
     assert sites_of(report) == {"model": [""], "block": ["student.model.layers.0", "student.model.layers.1"]}
     report.undo()
     assert patched_classes(model) == {}
+
+
+def test_patch_and_the_first_step_cost_calls_by_the_layer_and_no_process_trace_or_page(monkeypatch):
+    for owner, name in ((subprocess, "Popen"), (torch.fx.Tracer, "trace"), (PatchReport, "__str__")):
+        monkeypatch.setattr(owner, name, None)
+    calls = Counter()
+
+    def count(what, run, *args):
+        sys.setprofile(lambda _, event, __: calls.update([what] * (event == "call")))
+        try:
+            run(*args)
+        finally:
+            sys.setprofile(None)
+
+    for layers in (2, 4, 8):  # the first of them fills caches
+        model = build("llama", Size(layers=layers))
+        model = get_peft_model(model, LoraConfig(lora_dropout=0.1, target_modules="all-linear")).train()
+        batch = batch_for(model)
+        for what, run in (("patch", patch), ("first", step), ("second", step), ("unpatch", unpatch)):
+            count((what, layers), run, model, *([batch] if run is step else []))
+    more = {what: calls[what, 8] - calls[what, 4] for what in ("patch", "first", "second", "unpatch")}  # for 4 layers
+    assert all(n < 1.1 * calls[what, 4] for what, n in more.items()), calls
+    assert more["first"] < 4 * more["second"], calls
 
 
 def test_a_class_goes_with_the_models_that_have_it():

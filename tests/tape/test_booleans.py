@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept, patch
-from hf_memsave.tape import bits
 from hf_memsave.tape.bits import pack_bits, unpack_bits
 from support.helpers import assert_same_bits, random
 from support.launches import Launches
@@ -115,11 +114,10 @@ def test_a_mask_that_is_written_to_later_was_kept_as_it_was(device, x):
 
 
 @pytest.mark.parametrize("n", [0, 1, 8, 1001])
-def test_eight_booleans_are_packed_and_unpacked_by_four_operations_or_by_numpy(n, monkeypatch):
+def test_eight_booleans_are_packed_and_unpacked_by_numpy_or_where_a_mode_counts_by_four_operations(n):
     flags = torch.arange(n, dtype=torch.uint8).mul(85).view(torch.bool)  # 0, 85, 170, 255, 84 and so on
     few = pack_bits(flags)
     found_of_few = unpack_bits(few, n)
-    monkeypatch.setattr(bits, "_FEW", -1)
     with Launches() as packing:
         packed = pack_bits(flags)
     with Launches() as unpacking:

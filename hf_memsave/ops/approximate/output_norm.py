@@ -156,12 +156,6 @@ def t5_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
     return Normed(weight * normed, normed, r, False)
 
 
-def _of_class(cls: Any) -> Callable[..., Normed]:
-    if issubclass(cls, nn.LayerNorm):
-        return layer_normed
-    return t5_normed if cls.__name__.startswith("T5") else rms_normed
-
-
 def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     # Alone, the norm's tape ends before y is read; and without a tape, y would be kept beside z.
     tape = current()
@@ -178,7 +172,9 @@ def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
         return patch.stock.forward(module, input)
     eps: Any = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     is_fused = weight.dim() == 1 and len(weight) <= LONGEST_ROW and are_wanted(*given)
-    return output_norm(_of_class(patch.stock), input, weight, bias, eps, is_fused)
+    rms = t5_normed if patch.stock.__name__.startswith("T5") else rms_normed
+    normed = layer_normed if issubclass(patch.stock, nn.LayerNorm) else rms
+    return output_norm(normed, input, weight, bias, eps, is_fused)
 
 
 def _refuse(module: nn.Module, value: Any) -> str:
