@@ -2,8 +2,9 @@
 
     python scripts/bench/host_time.py [--rows LLaMA BERT] [--ways eager whole] [--seconds 5] [--out [DIR]] [--resume]
 
-4 layers of hidden 256 on one CPU thread. At batch 1 and 8 tokens what is left of a step is Python, PyTorch's dispatcher
-and the reading of weights; 4 x 128 tokens is a small real step. Ways: the tape alone ("eager"); each repeated block
+4 layers of hidden 256 on one CPU thread. LoRA is as people train it: PEFT's defaults on all linears of a base in bf16,
+with fp32 adapters. At batch 1 and 8 tokens what is left of a step is Python, PyTorch's dispatcher and the reading of
+weights; 4 x 128 tokens is a small real step. Ways: the tape alone ("eager"); each repeated block
 compiled, the tape around them ("by blocks"); the patched model compiled ("whole"); stock compiled; and at 1 x 8 the
 host's part of the Triton backend: the vendored kernels look up what they would launch, as on a GPU, and launch nothing
 (what they would have written stays as it was allocated). A GPU's own cost of a launch, some microseconds, is not in it.
@@ -14,6 +15,9 @@ u = tokens x hidden x bytes of a weight. Peak: the most bytes alive that a step 
 counted op by op; of compiled ways by PyTorch's profiler, which sees all that is allocated but by NumPy. First step:
 CPU seconds, the compiler's own processes too. Without a compiler, name the other ways. What is measured is written
 after each row and shape; --resume goes on from there.
+
+The second table is of what may grow: layers, adapters of which one is active, and lengths of a batch (1 x 8, or all of
+8 to 207 in any order), of which each is learned. There a step's time is the mean of all but the first tenth.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then take tensors of the CPU
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "KINETO_LOG_LEVEL": "5"}  # so that processes are waited for; quiet
@@ -35,26 +41,50 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.ops.fused import linear
 from hf_memsave.ops.fused.kernels import kernels
-from publish import MIB, arguments, machine, publish
+from publish import MIB, arguments, machine, publish, table
 from support.zoo import Size, batch_for, build  # found by publish
 
 LAYERS, FEWER = 4, 2
 #: Batch and tokens.
 SHAPES = {"1 x 8": (1, 8), "4 x 128": (4, 128)}
-#: Row -> its family, dropout, dtype, and whether it has adapters: PEFT's of rank 16 at all linears, in fp32.
-ROWS: dict[str, tuple[str, float, torch.dtype, bool]] = {
-    "LLaMA, LoRA": ("llama", 0.05, torch.float32, True),
-    "LLaMA, LoRA, bf16 base": ("llama", 0.05, torch.bfloat16, True),
-    "LLaMA": ("llama", 0.0, torch.float32, False),
-    "BERT": ("bert", 0.1, torch.float32, False),
-    "GPT-2": ("gpt2", 0.1, torch.float32, False),
-    "T5": ("t5-encoder", 0.1, torch.float32, False),
+
+
+class Row(NamedTuple):
+    """A model: its dropout is that of its adapters (of rank 16, in fp32, the first one active), if it has any."""
+
+    family: str
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    adapters: int = 0
+    is_autocast: bool = False  # to bf16
+    in_4_bits: bool = False
+
+
+LORA = Row("llama", 0.05, torch.bfloat16, 1)
+ROWS = {
+    "LLaMA, LoRA": LORA,
+    "LLaMA, LoRA, no dropout": LORA._replace(dropout=0.0),
+    "LLaMA, LoRA, autocast": LORA._replace(is_autocast=True),
+    "LLaMA, LoRA, fp32 base": LORA._replace(dtype=torch.float32),
+    "LLaMA, QLoRA": LORA._replace(in_4_bits=True),
+    "LLaMA": Row("llama"),
+    "LLaMA, autocast": Row("llama", is_autocast=True),
+    "BERT": Row("bert", 0.1),
+    "GPT-2": Row("gpt2", 0.1),
+    "T5": Row("t5-encoder", 0.1),
 }
+#: Rows that are measured compiled too, and with Triton.
+IN_ALL_WAYS = ("LLaMA, LoRA", "LLaMA", "BERT", "GPT-2")
+#: Row of the second table -> a model, its layers, and lengths of its batches.
+GROWTH = {f"LLaMA, LoRA, {n} layers": (LORA, n, (8,)) for n in (2, 8, 32, 80)}
+GROWTH |= {f"LLaMA, LoRA, {n} adapters": (LORA._replace(adapters=n), LAYERS, (8,)) for n in (1, 4, 16)}
+GROWTH |= {f"LLaMA, {len(n)} lengths": (Row("llama"), LAYERS, n) for n in (range(107, 108), range(8, 208))}
 #: Way -> the fields of its configuration (None for stock), and whether the model is compiled as a whole.
 WAYS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "stock": (None, False),
@@ -64,10 +94,15 @@ WAYS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "whole": ({}, True),
     "stock, compiled": (None, True),
 }
-#: The most that a step may take of stock's: of eager, of what is compiled by blocks or whole.
+#: The most that a step should take of stock's: of eager, of what is compiled by blocks or whole.
 LIMITS = {
-    "1 x 8": {"LoRA": (1.4, 0.85, 0.65), "": (1.45, 1.0, 1.0)},
-    "4 x 128": {"LoRA": (1.12, 1.05, 1.05), "": (1.08, 1.05, 1.05)},
+    "1 x 8": {
+        "LLaMA, LoRA": (1.5, 0.85, 0.65),
+        "LLaMA": (1.4, 0.95, 1.0),
+        "BERT": (1.35, 1.0, 1.0),
+        "GPT-2": (1.45, 1.0, 1.0),
+    },
+    "4 x 128": {"LLaMA, LoRA": (1.15, 1.05, 1.05), **dict.fromkeys(("LLaMA", "BERT", "GPT-2"), (1.06, 1.05, 1.05))},
 }
 FEWEST, WARM_UP = 10, 3
 
@@ -78,20 +113,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:], metavar="WAY")
+    parser.add_argument("--growth", nargs="*", choices=GROWTH, default=list(GROWTH), metavar="ROW")
     parser.add_argument("--seconds", type=float, default=20.0, help="of alternating steps, for each row and shape")
     parser.add_argument("--resume", action="store_true", help="with --out: measure what is missing there")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     launch_nothing()
     file = options.out / "host-time.json" if options.out and options.resume else None
-    found = json.loads(file.read_text(encoding="utf-8"))["rows"] if file and file.exists() else {}
+    known = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
+    found, grown = known.get("rows", {}), known.get("growth", {})
     for row in options.rows:
         for shape in options.shapes:
             ways = [way for way in options.ways if is_there(row, shape, way) and name(row, shape, way) not in found]
             if ways:
                 found |= measured(row, shape, ways, options.seconds)
-                show(found, options.out, quiet=True)
-    show(found, options.out, quiet=False)
+                show(found, grown, options.out, quiet=True)
+    for name_of_row in options.growth:
+        if name_of_row not in grown:
+            grown[name_of_row] = grows(*GROWTH[name_of_row], options.seconds)
+            show(found, grown, options.out, quiet=True)
+    show(found, grown, options.out, quiet=False)
 
 
 def name(row: str, shape: str, way: str) -> str:
@@ -100,29 +141,26 @@ def name(row: str, shape: str, way: str) -> str:
 
 
 def is_there(row: str, shape: str, way: str) -> bool:
-    """Whole models take long to compile, and their time matters where the host's does; T5 has its row in eager."""
-    if way == "Triton, host":
-        return shape == "1 x 8" and row != "T5"
-    is_known = way != "by blocks" or hasattr(MemSaveConfig, "compile")
-    return way == "eager" or (row != "T5" and is_known and (shape == "1 x 8" or way != "whole"))
+    """Whole models take long to compile, and their time matters where the host's does; most rows are eager alone."""
+    return way == "eager" or (row in IN_ALL_WAYS and (shape == "1 x 8" or way not in ("whole", "Triton, host")))
 
 
 def measured(row: str, shape: str, ways: Sequence[str], seconds: float) -> dict[str, dict[str, float]]:
     """The figures of these ways, by name."""
     torch._dynamo.reset()
-    batch, counted, warm = inputs(row, shape), {}, {}
+    batch, counted, warm = inputs(ROWS[row], *SHAPES[shape]), {}, {}
     runs: dict[str, Any] = {}
     for way in ("stock", *ways):
         start = seconds_of_all()
-        runs[way] = made(row, shape, way, LAYERS)
+        runs[way] = made(ROWS[row], way, LAYERS)
         step(runs[way], batch)
         warm[way] = seconds_of_all() - start
-    times = in_turn(runs, batch, seconds)
+    times = in_turn(runs, [batch], seconds)
     for way, run in runs.items():
         count = counted_by_profiler if "compiled" in way or way in ("by blocks", "whole") else counted_by_op
         kept, peak = count(run, batch)
-        counted[way] = (kept - count(made(row, shape, way, FEWER), batch)[0]) / (LAYERS - FEWER), peak
-    u = batch["input_ids"].numel() * 256 * ROWS[row][2].itemsize
+        counted[way] = (kept - count(made(ROWS[row], way, FEWER), batch)[0]) / (LAYERS - FEWER), peak
+    u = batch["input_ids"].numel() * 256 * (2 if ROWS[row].is_autocast else ROWS[row].dtype.itemsize)
     stock = quickest_tenth(times["stock"], 1)
     return {
         name(row, shape, way): {
@@ -134,27 +172,55 @@ def measured(row: str, shape: str, ways: Sequence[str], seconds: float) -> dict[
     }  # fmt: skip
 
 
-def made(row: str, shape: str, way: str, layers: int) -> Any:
+def grows(row: Row, layers: int, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+    """The time of a step of the patched model, beside stock's."""
+    runs = {way: made(row, way, layers) for way in ("stock", "eager")}
+    batches = [inputs(row, 1, length) for length in random.Random(0).sample(lengths, len(lengths))]
+    times = in_turn(runs, batches, seconds, fewest=max(4 * FEWEST, 10 * len(batches) // 2))
+    stock, ours = (statistics.fmean(step for _, step in times[way][len(times[way]) // 10 :]) for way in runs)
+    return {"stock, ms": 1e3 * stock, "step": ours / stock, "more": 1e3 * (ours - stock) / layers}
+
+
+class Autocast:
+    """A model that runs under autocast to bf16."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.zero_grad = model, model.zero_grad
+
+    def __call__(self, **batch: Tensor) -> Any:
+        """Run the model."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(**batch)
+
+
+def made(row: Row, way: str, layers: int) -> Any:
     """A model in training mode, as this way runs it."""
-    family, dropout, dtype, is_adapted = ROWS[row]
-    batch, seq = SHAPES[shape]
     torch.manual_seed(0)
-    model: Any = build(family, Size(hidden=256, heads=4, layers=layers, batch=batch, seq=seq), dtype, dropout)
+    dropout = 0.0 if row.adapters else row.dropout
+    model: Any = build(row.family, Size(hidden=256, heads=4, layers=layers), row.dtype, dropout)
+    if row.in_4_bits:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=row.dtype)
+            model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=row.dtype).train()
     model.config.use_cache = False  # as Trainer has it
-    if is_adapted:
-        lora: dict[str, Any] = dict(r=16, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
-        model = get_peft_model(model, LoraConfig(**lora)).train()
+    config = LoraConfig(r=16, lora_dropout=row.dropout, target_modules="all-linear", init_lora_weights=False)
+    for i in range(row.adapters):
+        if i:
+            model.add_adapter(str(i), config)
+        else:
+            model = get_peft_model(model, config).train()
     fields, is_compiled = WAYS[way]
     if fields is not None:
         patch(model, MemSaveConfig(**fields))
-    return torch.compile(model) if is_compiled else model
+    run = torch.compile(model) if is_compiled else model
+    return Autocast(run) if row.is_autocast else run
 
 
-def inputs(row: str, shape: str) -> dict[str, Tensor]:
+def inputs(row: Row, batch: int, seq: int) -> dict[str, Tensor]:
     """Token ids, an attention mask and labels."""
-    batch, seq = SHAPES[shape]
     size = Size(batch=batch, seq=seq)
-    return batch_for(build(ROWS[row][0], size), size)
+    return batch_for(build(row.family, size), size)
 
 
 def step(run: Any, batch: dict[str, Tensor]) -> tuple[float, float]:
@@ -168,19 +234,22 @@ def step(run: Any, batch: dict[str, Tensor]) -> tuple[float, float]:
     return middle - start, end - start
 
 
-def in_turn(runs: dict[str, Any], batch: dict[str, Tensor], seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """The steps of each, in turn first, until the time is up."""
+def in_turn(
+    runs: dict[str, Any], batches: Sequence[dict[str, Tensor]], seconds: float, fewest: int = FEWEST
+) -> dict[str, list[tuple[float, float]]]:
+    """The steps of each, in turn first, until the time is up; each batch is one round's."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in runs}
     for run in list(runs.values()) * WARM_UP:
-        step(run, batch)
+        step(run, batches[0])
     gc.collect()
     gc.freeze()  # the collector stays on, but does not look at the libraries' objects
-    end, order = time.perf_counter() + seconds, list(runs)
+    end, order, rounds = time.perf_counter() + seconds, list(runs), 0
     try:
-        while time.perf_counter() < end or min(map(len, times.values())) < FEWEST:
+        while time.perf_counter() < end or rounds < fewest:
             for way in order:
-                times[way].append(step(runs[way], batch))
+                times[way].append(step(runs[way], batches[rounds % len(batches)]))
             order.append(order.pop(0))
+            rounds += 1
     finally:
         gc.unfreeze()
     return times
@@ -199,7 +268,8 @@ def seconds_of_all() -> float:
 
 def counted_by_op(run: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
     """Bytes kept, and the peak of a step, which makes its gradients."""
-    return measure_kept(run, batch).total, count_peak(lambda: run(**batch).loss.backward()).peak
+    kept = measure_kept(run.model if isinstance(run, Autocast) else run, {}, forward=lambda: run(**batch)).total
+    return kept, count_peak(lambda: run(**batch).loss.backward()).peak
 
 
 def counted_by_profiler(run: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
@@ -223,20 +293,22 @@ def counted_by_profiler(run: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
     return kept, peak
 
 
-def show(found: dict[str, dict[str, float]], out: Any, quiet: bool) -> None:
+def show(found: dict[str, dict[str, float]], grown: dict[str, dict[str, float]], out: Any, quiet: bool) -> None:
     """Stock's own figures stand beside each row."""
     rows = []
     for key, one in found.items():
         row, shape, way = key.split("; ")
-        of_eager, by_blocks, whole = LIMITS[shape]["LoRA" if "LoRA" in row else ""]
-        limit = {"eager": of_eager, "by blocks": by_blocks, "whole": whole}.get(way)
+        limits = dict(zip(("eager", "by blocks", "whole"), LIMITS[shape].get(row, ()), strict=False))
         cells = [f"{one[part]:.2f}" for part in ("step", "forward")]
-        cells += [f"{limit:.2f}" if limit and row != "T5" else "", f"{one['warm-up']:.0f}"]
+        cells += [f"{limits[way]:.2f}" if way in limits else "", f"{one['warm-up']:.0f}"]
         pairs = [f"{one[part]:.1f} of {one[f'stock {part}']:.1f}" for part in ("kept", "peak")]
         rows.append([row, shape, way, f"{one['stock, ms']:.1f}", *cells, *pairs])
     header = ["model", "batch x tokens", "way", "step, stock, ms", "step, over stock's", "forward", "step's limit"]
     header += ["first step, s", "kept a layer, u", "peak, MiB"]
-    publish("host-time", f"Ways to run a step; {machine()}", header, rows, {"rows": found}, out, quiet=quiet)
+    more = [[row, *(f"{one[part]:.2f}" for part in ("stock, ms", "step", "more"))] for row, one in grown.items()]
+    notes = table(["model, 1 x 8 tokens", "step, stock, ms", "step, over stock's", "more than stock, ms a layer"], more)
+    results = {"rows": found, "growth": grown}
+    publish("host-time", f"Ways to run a step; {machine()}", header, rows, results, out, f"\n{notes}", quiet)
 
 
 def launch_nothing() -> None:
