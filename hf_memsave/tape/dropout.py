@@ -120,8 +120,6 @@ def drawn(
 
 
 def _scaled(mask: Tensor, dtype: torch.dtype, p: float) -> Tensor:
-    if p and dtype is torch.get_default_dtype():
-        return mask / (1 - p)  # as below, in one call
     noise = mask.to(dtype)
     return noise.div_(1 - p) if p else noise
 
