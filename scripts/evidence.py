@@ -63,12 +63,15 @@ EVIDENCE = {
     "long-context": Evidence("bench/long_context.py --out {out}", 3),
     "longest": Evidence("bench/long_context.py --longest --out {out}"),
     "papers": Evidence("bench/papers.py --out {out}", 4),
+    "step-profile": Evidence("bench/step_profile.py --out {out}", 1, {"*": None}),
     "sweep-models": Evidence("bench/sweep_models.py --out {out}"),
     "tiles": Evidence("bench/tiles.py --out {out}", 1, {"float64*": None, "from*": (0.1, 0.05), "whole": None}),
     "techniques": Evidence("bench/techniques.py --out {out}"),
     "ways-to-keep-less": Evidence("bench/ways_to_keep_less.py --out {out}", 2),
     "wta-crs-memory": Evidence("bench/wta_crs.py --out {out}", 3),
 }
+#: Of these no figure is compared.
+TIMES_ALONE = ("fuzz", "host-time", "step-profile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         found = run(one, out, (options.data_root or Path()).resolve())
         committed, fresh = RESULTS / f"{name}.md", out / f"{name}.md"
-        if not found and name not in ("fuzz", "host-time"):  # which have no figures but times
+        if not found and name not in TIMES_ALONE:
             found = differences(committed.read_text(encoding="utf-8"), fresh.read_text(encoding="utf-8"), one)
         print("\n  ".join([f"{name}: {len(found)} differences", *found]), flush=True)
         wrong += [name] * bool(found)

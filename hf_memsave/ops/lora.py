@@ -169,13 +169,10 @@ def _frozen(base: Any) -> tuple[Tensor | None, Tensor | None]:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, call: _Call, x: Tensor, base: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        out, to, kept = base, call.low, tuple[Tensor, ...]()
+        out, to = base, call.low
         if call.weight is not None:
             out = F.linear(_as(x, to), _as(call.weight, to), _as(call.bias, to))
-        if call.p:
-            y, ctx.again, kept = _dropped(tape, x, call.into, call.p)
-        else:
-            y = x.to(call.into)
+        y, ctx.again, kept = _dropped(tape, x, call.into, call.p) if call.p else (x.to(call.into), None, ())
         h = F.linear(y if to is None else _as(y, to), a)
         del y  # which is as large as x in fp32
         z = _added(call.rounds, call.scale, out, h, b)
@@ -258,9 +255,7 @@ def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None
             tape.record(z, again, (base, h, call.b))
 
 
-def _dropped(
-    tape: Tape, x: Tensor, into: torch.dtype, p: float
-) -> tuple[Tensor, Callable[..., Any], tuple[Tensor, ...]]:
+def _dropped(tape: Tape, x: Tensor, into: torch.dtype, p: float) -> tuple[Tensor, Any, tuple[Tensor, ...]]:
     """Return dropout(x), a function of x and the kept tensors that gives it again with its backward, and these."""
     if fuses_dropout(x):
         with TURN:

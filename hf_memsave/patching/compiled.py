@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -91,6 +91,8 @@ class CompiledBlocks:
             )
             return NotImplemented
         with private.without(isinstance(private.innermost_mode(), Tape), has_hooks):
+            if args and torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
+                args = _as_of_a_block(args[0]), *args[1:]
             try:
                 try:
                     return self._run(block, args, kwargs)
@@ -102,12 +104,19 @@ class CompiledBlocks:
                     f"hf_memsave: compile=True, but {self.name} runs op by op, under the tape: torch.compile is off "
                     "(TORCH_COMPILE_DISABLE, or a stance), or busy in another thread."
                 )
-                return NotImplemented
-            except (FailOnRecompileLimitHit, TorchDynamoException) as raised:
-                error = raised
-        self.why_not = f"runs op by op, under the tape: {_in_a_line(error)}"
-        logger.warning("hf_memsave: compile=True, but %s %s", self.name, self.why_not)
+            except (FailOnRecompileLimitHit, TorchDynamoException) as error:
+                self.why_not = f"runs op by op, under the tape: {_in_a_line(error)}"
+                logger.warning("hf_memsave: compile=True, but %s %s", self.name, self.why_not)
         return NotImplemented
+
+
+def _as_of_a_block(x: Any) -> Any:
+    """Return a first block's input as one that a block has made: it needs no gradient beside LoRA, and took a graph."""
+    if not isinstance(x, Tensor) or x.requires_grad or not x.is_floating_point():
+        return x
+    leaf = x.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
+    return leaf
 
 
 def _in_a_line(error: BaseException) -> str:

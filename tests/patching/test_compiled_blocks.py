@@ -81,11 +81,10 @@ MODELS = {
     "bert under autocast": (lambda: build("bert", SIZE), True, (True, False), 2),
     "gpt2": (lambda: build("gpt2", SIZE), False, (True, False), 2),
     "t5": (lambda: build("t5-decoder", SIZE, torch.bfloat16), False, (True, True), 4),  # the first blocks have a bias
-    "llama, LoRA under autocast": (lambda: adapted("llama", "autocast", size=DEEPER), True, (True,), 2),  # see below
+    "llama, LoRA under autocast": (lambda: adapted("llama", "autocast", size=DEEPER), True, (True,), 1),
 }
 
 
-# Of adapters the first block's input wants no gradient, which is another graph.
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_compiled_stock(name, no_codegen):
@@ -265,6 +264,19 @@ def test_blocks_stay_compiled_past_dynamos_limit_and_say_so_past_ours(no_codegen
     ]
 
 
+def test_a_first_blocks_input_is_taken_as_a_blocks_output_and_gets_no_gradient(no_codegen):
+    model, x = patched(nn.Sequential(*(stack(1)[0] for _ in range(2))), compile=True), torch.randn(3, 8)
+    loss = model(x).sum()
+    loss.backward()
+    nodes = [loss.grad_fn]
+    for node in nodes:  # which grows
+        nodes += {before for before, _ in node.next_functions if before is not None} - {*nodes}
+    leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
+    (own,) = (leaf for leaf in leaves if leaf.data_ptr() == x.data_ptr())
+    assert graphs() == 1 and not x.requires_grad
+    assert own.grad is None and all(leaf.grad is not None for leaf in leaves if leaf is not own)
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_hook_within_a_block_is_called_in_that_block_alone(is_early, no_codegen):
     """Though its graph would do for all blocks, or was made before."""
@@ -277,7 +289,7 @@ def test_a_hook_within_a_block_is_called_in_that_block_alone(is_early, no_codege
     for made in (model, stock):
         made[2].linear.register_forward_hook(lambda module, inputs, out: out * 2)
     assert_same(trained(model), trained(stock))
-    assert graphs() == 3  # the first block's input wants no gradient
+    assert graphs() == 2
     assert torch._dynamo.config.skip_nnmodule_hook_guards
 
 
