@@ -262,7 +262,7 @@ def _dropped(tape: Tape, x: Tensor, into: torch.dtype, p: float) -> tuple[Tensor
             state = default_generator(x.device).get_state()
             return torch.native_dropout(x.to(into), p, True)[0], partial(_drawn, p), (state,)
     noise, again, kept = drawn(tape, x, p, into)
-    return noise.mul_(x), partial(_times, again), kept
+    return noise.mul_(x.to(into)), partial(_times, again), kept
 
 
 def _times(again: Callable[..., Tensor], x: Tensor, *kept: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

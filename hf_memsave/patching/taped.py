@@ -142,8 +142,8 @@ def _lay(
     held = [] if is_alone else given
     trained, calls = trained_in(module) if is_alone or FIRST in module.__dict__ else 0, None
     if is_alone:  # else all is recorded, each time
-        sizes = [x.numel().bit_length() for x in given if is_plain(x)]
-        calls = Calls(CALLS.setdefault(module, {}), config, module.training, trained, *sizes)
+        sizes = [x.numel() for x in given if is_plain(x)]
+        calls = Calls(CALLS.setdefault(module, {}), config, module.training, trained, sizes=sizes)
     ledger = _before_forward(module, given, trained)
     told, is_within = ledger, False
     if ledger is None and not is_alone:

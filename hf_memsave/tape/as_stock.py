@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -22,10 +21,7 @@ from hf_memsave.device import has_numbers
 from hf_memsave.tape.private import FakeTensor, FakeTensorMode, Note, no_modes
 from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tape import Tape
-from hf_memsave.tape.tensors import CONSTANT, leaves
-
-#: Attributes of modules that no forward of stock's reads, or that have what is listed beside them.
-_UNREAD = ("_memsave", "_modules")
+from hf_memsave.tape.tensors import leaves
 
 
 def replacing_stock(tape: Tape | None) -> contextlib.AbstractContextManager[None]:
@@ -43,11 +39,11 @@ def run_counted(
     """
     if tape is None or tape.ledger is None or tape.frame.replaces_stock:
         return run()
-    known, within = tape.ledger.asked, [] if module is None else list(module.modules())
+    known = tape.ledger.asked
     with no_modes():  # which would see every shape that is asked for
-        key = _key(stock, args, module, within)
+        key = _key(stock, args) if module is None else object()  # whose parts and what they read may differ
     if key not in known:
-        known[key] = _asked(stock, args, within)
+        known[key] = _asked(stock, args, [] if module is None else list(module.modules()))
     if (asked := known[key]) is None:
         tape.ledger.note_missing(name if module is None else type(module).__name__)
         return run()
@@ -99,21 +95,10 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _key(stock: Any, args: Sequence[Any], module: nn.Module | None, within: list[nn.Module]) -> Any:
-    """Return what is equal where ``stock`` asks for the same, as in two blocks; a new object where that is unknown."""
-    if module is not None and not (isinstance(stock, partial) and stock.args == (module,)):  # a closure
-        return object()
-    own = [(type(m), [item for item in vars(m).items() if not item[0].startswith(_UNREAD)]) for m in within]
-    return getattr(stock, "func", stock), _kind(args), _kind(own)
-
-
-def _kind(x: Any) -> Any:
-    """Return all of ``x`` but the numbers of tensors."""
-    if isinstance(x, (list, tuple, set, dict)):
-        return tuple(map(_kind, x.items() if isinstance(x, dict) else x))
-    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
-        return repr(x) if type(x) in CONSTANT else id(x)
-    return x.shape, x.stride(), x.dtype, x.requires_grad, AutocastState.now(x.device.type), x.device
+def _key(stock: Any, args: Sequence[Any]) -> Any:
+    """Return what is equal where ``stock``, which reads ``args`` alone, asks for the same, as in two blocks."""
+    kinds = [(x.shape, x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args]
+    return stock, *kinds, AutocastState.now(args[0].device.type), args[0].device
 
 
 def _without_bytes(x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if inplace:
         tape.before_write(x)
     draws = training is True and 0 < p < 1 and tape.frame.dropout != "stock"
-    if not draws or not isinstance(x, Tensor) or not is_plain(x) or not x.numel():
+    if not draws or not isinstance(x, Tensor) or not is_plain(x) or not x.numel() or x.is_complex():
         return func(*args, **kwargs)
     if func in _OF_CHANNELS:
         if inplace or x.dim() < 3 or x.dim() != (_OF_CHANNELS[func] or x.dim()):
@@ -108,7 +108,8 @@ def drawn(
         ``noise``, ``again`` and ``kept``: ``again(*kept)`` is ``noise``, to the bit.
     """
     how = tape.frame.dropout
-    is_state = how == "seed" or (how == "small" and like.numel() > 8 * _STATE)
+    nbytes = like.numel() * dtype.itemsize if how == "seed" else like.numel() // 8
+    is_state = how in ("seed", "small") and nbytes > _STATE
     # Other threads draw from the model's generator too, so its state is read, and never set.
     state = torch.default_generator.get_state() if is_state else None
     mask = torch.empty_like(like, dtype=torch.uint8, requires_grad=False).bernoulli_(1 - p)

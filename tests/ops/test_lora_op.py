@@ -13,7 +13,7 @@ from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops import lora
 from hf_memsave.patching.swap import set_class, stock_class
-from support.helpers import only_on_cpu
+from support.helpers import DTYPES, only_on_cpu
 from support.lora import SIZE, adapted
 from support.pairs import pairwise
 from support.steps import assert_same, gradients, patched_copy, step
@@ -120,6 +120,16 @@ def test_lora_trains_with_stocks_bits(make, dtype, p, wants, autocast, kept, ran
     is_within = make in (nn.Linear, without_bias) and wants != "base_layer.weight"  # not beside the base's own node
     assert len(ran) == (0 if wants == "lora_A" else 2 * len(NAMES))  # of a frozen A, nothing of x is kept
     assert all((call.weight is not None) == is_within for call in ran)
+
+
+@pytest.mark.parametrize("adapters", DTYPES, ids=str)
+@pytest.mark.parametrize("base", DTYPES, ids=str)
+def test_an_input_is_rounded_to_the_adapters_dtype_before_its_dropout(base, adapters, ran):
+    stock = reads(dtype=base)
+    for name, parameter in stock.named_parameters():
+        parameter.data = parameter.to(adapters if "lora" in name else base)
+    assert_same(train(patched(stock)), train(stock))
+    assert len(ran) == 2 * len(NAMES)
 
 
 def test_lora_keeps_its_small_product_and_a_bit_an_element(ran):
