@@ -12,6 +12,8 @@ from torch import Tensor
 from hf_memsave.tape.private import dispatch_modes
 from hf_memsave.tape.quantize import decode, encode
 
+#: Most booleans that NumPy packs and unpacks: no counter of peaks sees what it allocates.
+_FEW = 2**16
 #: Eight bytes of 0 or 1, lowest first, times this have them as the bits of the highest byte.
 _GATHER = 0x0102040810204080
 #: A byte times this is eight of it, of which the other leaves bit i in byte i.
@@ -20,7 +22,7 @@ _COPY, _EACH = 0x0101010101010101, 0x8040201008040201 - 2**64
 
 def pack_bits(flags: Tensor) -> Tensor:
     """Return ``flags`` eight to a byte, lowest bit first, as uint8 ``[ceil(numel / 8)]``; what is not zero is true."""
-    if _is_quick(flags):
+    if _is_quick(flags, flags.numel()):
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
     flat = flags.reshape(-1).view(torch.uint8).clamp_max(1)  # CPU compares bytes one by one
     if rest := -flat.numel() % 8:
@@ -30,16 +32,16 @@ def pack_bits(flags: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """Return the first ``numel`` booleans that :func:`pack_bits` packed, as bool ``[numel]``."""
-    if _is_quick(packed):
+    if _is_quick(packed, numel):
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
     spread = packed.to(torch.int64).mul_(_COPY).__iand__(_EACH)
     flags = spread.view(torch.uint8).clamp_max_(1).view(torch.bool)
     return flags if flags.numel() == numel else flags[:numel].clone()  # on a storage of its own size
 
 
-def _is_quick(x: Tensor) -> bool:
-    """Return whether to use NumPy, one call for PyTorch's five: where no dispatch mode counts what is allocated."""
-    return x.is_cpu and type(x) is Tensor and not dispatch_modes()
+def _is_quick(x: Tensor, numel: int) -> bool:
+    """Return whether to use NumPy, one call for PyTorch's five: for few elements, where no dispatch mode is on."""
+    return x.is_cpu and numel <= _FEW and type(x) is Tensor and not dispatch_modes()
 
 
 class Coders(NamedTuple):

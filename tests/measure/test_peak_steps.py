@@ -62,7 +62,7 @@ def made(family, has_adapters, is_autocast, size, patched):
     model = adapted(family, size=size) if has_adapters else build(family, size)
     model.config.use_cache = False  # as Trainer has it: the cache of keys and values would stand in both peaks
     if patched:
-        patch(model, True)
+        patch(model, dropout="seed" if has_adapters or is_autocast else "auto")  # bits are more beside 16 bits
     batch = batch_for(model, size)
 
     def step():
