@@ -91,8 +91,8 @@ class CompiledBlocks:
             )
             return NotImplemented
         with private.without(isinstance(private.innermost_mode(), Tape), has_hooks):
-            if args and torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
-                args = _as_of_a_block(args[0]), *args[1:]
+            if args and torch.is_grad_enabled():
+                args = _as_of_a_block(args[0], block), *args[1:]
             try:
                 try:
                     return self._run(block, args, kwargs)
@@ -110,9 +110,11 @@ class CompiledBlocks:
         return NotImplemented
 
 
-def _as_of_a_block(x: Any) -> Any:
+def _as_of_a_block(x: Any, block: nn.Module) -> Any:
     """Return a first block's input as one that a block has made: it needs no gradient beside LoRA, and took a graph."""
     if not isinstance(x, Tensor) or x.requires_grad or not x.is_floating_point():
+        return x
+    if not any(p.requires_grad for p in block.parameters()):
         return x
     leaf = x.detach().requires_grad_()
     leaf.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))

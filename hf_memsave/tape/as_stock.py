@@ -50,8 +50,8 @@ def run_counted(
     are_asked, nbytes, is_out_asked = asked
     with replacing_stock(tape):
         out = run()
-    with no_modes():
-        by = run_counted if type(out) is not Tensor or out.grad_fn is None else Note.of(out.grad_fn)  # as its graph
+    with no_modes():  # ``by`` lives as long as the graph; for good, where the output does not tell
+        by = run_counted if type(out) is not Tensor or out.grad_fn is None else Note.of(out.grad_fn)
         for x in (*compress(args, are_asked), *([out] if is_out_asked else [])):
             tape.note(x, tape.content_of(x), by)
         tape.ledger.note_stock(name, nbytes, by)
