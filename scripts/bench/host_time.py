@@ -51,6 +51,8 @@ from publish import MIB, arguments, machine, publish, table
 from support.zoo import Size, batch_for, build  # found by publish
 
 LAYERS, FEWER = 4, 2
+#: Of the compiler: empty, so that a first step compiles all; removed at the end.
+CACHE = tempfile.TemporaryDirectory()
 #: Batch and tokens.
 SHAPES = {"1 x 8": (1, 8), "4 x 128": (4, 128)}
 
@@ -118,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="with --out: measure what is missing there")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE.name
     launch_nothing()
     file = options.out / "host-time.json" if options.out and options.resume else None
     known = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
