@@ -4,10 +4,11 @@
 
 4 layers of hidden 256 on one CPU thread. LoRA is as people train it: PEFT's defaults on all linears of a base in bf16,
 with fp32 adapters. At batch 1 and 8 tokens what is left of a step is Python, PyTorch's dispatcher and the reading of
-weights; 4 x 128 tokens is a small real step. Ways: the tape alone ("eager"); each repeated block
-compiled, the tape around them ("by blocks"); the patched model compiled ("whole"); stock compiled; and at 1 x 8 the
-host's part of the Triton backend: the vendored kernels look up what they would launch, as on a GPU, and launch nothing
-(what they would have written stays as it was allocated). A GPU's own cost of a launch, some microseconds, is not in it.
+weights; 4 x 128 tokens is a small real step. Ways: the tape alone ("eager"), also with LoRA's masks drawn again where
+they are kept in bits (dropout="seed"); each repeated block compiled, the tape around them ("by blocks"); the patched
+model compiled ("whole"); stock compiled; and at 1 x 8 the host's part of the Triton backend: the vendored kernels look
+up what they would launch, as on a GPU, and launch nothing (what they would have written stays as it was allocated). A
+GPU's own cost of a launch, some microseconds, is not in it.
 
 Time: CPU seconds of the process, of steps that take turns with stock's, over stock's; the means of the quickest tenth,
 which other work on the machine disturbs least. Kept: between forward and backward, the difference of two depths, in
@@ -91,6 +92,7 @@ GROWTH |= {f"LLaMA, {len(n)} lengths": (Row("llama"), LAYERS, n) for n in (range
 WAYS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "stock": (None, False),
     "eager": ({}, False),
+    'dropout="seed"': ({"dropout": "seed"}, False),
     "Triton, host": ({"backend": "triton"}, False),
     "by blocks": ({"compile": True}, False),
     "whole": ({}, True),
@@ -145,6 +147,8 @@ def name(row: str, shape: str, way: str) -> str:
 
 def is_there(row: str, shape: str, way: str) -> bool:
     """Whole models take long to compile, and their time matters where the host's does; most rows are eager alone."""
+    if way == 'dropout="seed"':
+        return row == "LLaMA, LoRA"
     return way == "eager" or (row in IN_ALL_WAYS and (shape == "1 x 8" or way not in ("whole", "Triton, host")))
 
 
