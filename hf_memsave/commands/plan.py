@@ -20,14 +20,17 @@ def run(args: argparse.Namespace) -> int:
     with console.status("Tracing a few layers ..."):
         found = plan(config, memsave=memsave_of(args), **step_of(args, "budget", "main_memory", "devices", "sharding"))
     console.print(f"{note}{found}")
-    if args.out:
-        found.config.to_file(args.out)
     name = args.out or "plan.yaml"
     written = f"Configuration: {name}." if args.out else f"--out {name} writes the configuration."
-    console.print(f'{written} Use it: Trainer(..., memsave="{name}"), or hf_memsave.patch(model, "{name}").')
+    told = f'{written} Use it: Trainer(..., memsave="{name}"), or hf_memsave.patch(model, "{name}").'
+    if found.config is None:
+        told = "Train without memsave: there is no configuration to write."
+    elif args.out:
+        found.config.to_file(args.out)
+    console.print(told)
     figures: dict[str, Any] = {name: getattr(args, name) for name in ("model", "batch_size", "seq_len", "budget")}
     for what, rows in (("fitting", found.fitting), ("tried", found.tried)):
         figures[what] = [{name: getattr(one, name) for name in ("name", "needed", "away", "cost")} for one in rows]
-    figures |= {"best": found.best.name, "config": found.config.to_dict(), "stock": found.stock}
+    figures |= {"best": found.best.name, "config": found.config and found.config.to_dict(), "stock": found.stock}
     write_figures(args.json, figures, console)
     return 0

@@ -47,7 +47,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         undo: Make the model stock again when training ends.
 
     Attributes:
-        report: The report of the latest patch; None before the first.
+        report: The report of the latest patch; None before the first, and where a budget= found that stock fits.
         metrics: What is logged with every loss.
 
     Raises:
@@ -95,11 +95,13 @@ class MemSaveCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Patch the model the trainer was made with."""
-        self._patch(args, state, model)
+        self._patch(args, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Patch modules added since the trainer was made, and load the norms of a checkpoint."""
-        self._patch(args, state, model, kwargs.get("train_dataloader"))
+        self._patch(args, model, kwargs.get("train_dataloader"))
+        if args.torch_compile and self.report is not None:
+            logger.info("torch_compile=True: the patched model is compiled, and what its steps keep is not counted.")
         self.metrics = {}
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})  # a stock run's checkpoint has none
         saved = saved[-1] if isinstance(saved, list) else saved
@@ -111,7 +113,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Add the figures to a logged loss, for the callbacks after this one and for the history."""
-        if logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs or self.report is None:
             return
         step, once = self.report.step, {}
         if step.is_counted:
@@ -133,16 +135,17 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         if self.undo:
             unpatch(model)
 
-    def _patch(self, args: TrainingArguments, state: Any, model: nn.Module, batches: Any = None) -> None:
+    def _patch(self, args: TrainingArguments, model: nn.Module, batches: Any = None) -> None:
         if self.config.budget is not None:
             if batches is None:  # as the trainer is made: how long its rows are is not known yet
                 return
             from hf_memsave.planner.budget import plan_for
 
             plan = plan_for(self.config, model, args, batches)
+            logger.info("hf_memsave: the plan for budget=%r:\n%s", self.config.budget, plan)
+            if plan.config is None:
+                return
             self.config = plan.config
-            if state.is_world_process_zero:
-                logger.info("%s", plan)
         if self._takes_what_is_there and (found := patched_models(model)):
             self.config = found[0][1]
         self.report, self._model = patch(model, self.config), weakref.ref(model)

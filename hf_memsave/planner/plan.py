@@ -32,9 +32,9 @@ from hf_memsave.patching.rows import ROWS
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting of checkpoint and offload, and what its training step takes."""
+    """Stock, or one setting of checkpoint and offload, and what its training step takes."""
 
-    config: MemSaveConfig  # to patch with
+    config: MemSaveConfig | None  # to patch with; None for stock
     needed: int  # bytes at the peak, with CUDA's own
     away: int  # bytes in main memory, pinned
     cost: float  # operations that a step adds to stock's, as a fraction of stock's
@@ -42,6 +42,8 @@ class Setting:
     @property
     def name(self) -> str:
         """The checkpoint with its layers, and offload, in words."""
+        if self.config is None:
+            return "stock"
         return in_words(self.config, f" in {counted(int(self.config.first_blocks('checkpoint') or 0), 'layer')}")
 
 
@@ -147,15 +149,15 @@ class Settings:
 class BudgetPlan:
     """The result of :func:`plan`; ``str()`` of it is a table."""
 
-    best: Setting  # the fitting setting that adds the least work
+    best: Setting  # stock if it fits; else the fitting setting that adds the least work
     budget: int  # bytes available
-    fitting: tuple[Setting, ...]  # the cheapest of each way that fits: without offload first, then by cost
-    tried: tuple[Setting, ...]  # the floor, and each other setting that was traced, in all layers
+    fitting: tuple[Setting, ...] = ()  # the cheapest of each way that fits: without offload first, then by cost
+    tried: tuple[Setting, ...] = ()  # the floor, and each other setting, in all layers; none where stock fits
     stock: dict[str, tuple[int, float]]  # stock, without and with gradient checkpointing -> bytes needed, and the cost
 
     @property
-    def config(self) -> MemSaveConfig:
-        """The config to give to :func:`hf_memsave.patch`."""
+    def config(self) -> MemSaveConfig | None:
+        """The config for :func:`hf_memsave.patch` or a trainer's ``memsave=``; None where stock fits."""
         return self.best.config
 
     def _rows(self) -> list[list[str]]:
@@ -164,6 +166,8 @@ class BudgetPlan:
             return [name, gib(needed), f"{cost:.1%}", gib(away) if away else "", much if needed > self.budget else fits]
 
         rows = [row(name, *found, 0, "fits") for name, found in self.stock.items()]
+        if self.config is None:
+            rows[0][-1] = "the best"
         way_of = attrgetter("config.offload", "config.checkpoint")
         others = [one for one in self.tried if way_of(one) not in map(way_of, self.fitting)]
         for one in (*self.fitting, *others):
@@ -172,10 +176,10 @@ class BudgetPlan:
         return [["", "needed", "more work", "main memory", ""], *rows]
 
     def _remarks(self) -> list[str]:
+        if self.config is None:
+            return [f"Stock fits in {both(self.budget)}: you need nothing."]
         exact = "" if self.config.is_exact else " Its gradients are approximate."
-        is_stock = any(needed <= self.budget for needed, _ in [*self.stock.values()][:1])
         return [
-            *["Stock fits: nothing is needed."] * is_stock,
             f"The cheapest in {both(self.budget)}: {self.best.name}.{exact}",
             "More work: products and attention, not elementwise functions or copies. Stock makes all logits at once.",
             'checkpoint="gate": attention and outputs of experts are kept, everything else of a block runs again.',
@@ -200,7 +204,7 @@ def plan(
     memsave: MemSaveLike = True, main_memory: int | str | None = None, devices: int = 1, sharding: str = "ddp",
     **training: Any,
 ) -> BudgetPlan:  # fmt: skip
-    """Find the setting whose training step fits and adds the fewest operations.
+    """Find the setting whose training step fits and adds the fewest operations: stock, if it fits.
 
     Args:
         model_or_config: As for :func:`hf_memsave.estimate`.
@@ -214,7 +218,7 @@ def plan(
         **training: As for :func:`hf_memsave.estimate`.
 
     Returns:
-        The plan; ``patch(model, plan.config)`` applies it.
+        The plan; ``patch(model, plan.config)`` applies it, unless its ``config`` is None, as stock fits.
 
     Raises:
         ConfigError: ``memsave`` names a preset, file, field or value that does not exist.
@@ -241,6 +245,10 @@ def plan(
 
 @without_gpus
 def _plan(settings: Settings, limit: int, most_away: int | None) -> BudgetPlan:
+    stock = settings.stock()
+    needed, cost = next(iter(stock.values()), (limit + 1, 0.0))  # of the step as it is
+    if needed <= limit:
+        return BudgetPlan(best=Setting(config=None, needed=needed, away=0, cost=cost), budget=limit, stock=stock)
     tried: dict[MemSaveConfig, Setting] = {}
     fitting: dict[MemSaveConfig, Setting] = {}
     for way in settings.ways():
@@ -261,7 +269,7 @@ def _plan(settings: Settings, limit: int, most_away: int | None) -> BudgetPlan:
         raise PlanError(_too_much(settings, tried, limit))
     by_cost = sorted(fitting.values(), key=attrgetter("config.offload", "cost", "needed"))
     every = tuple(tried.values())
-    return BudgetPlan(best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=every, stock=settings.stock())
+    return BudgetPlan(best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=every, stock=stock)
 
 
 def _too_much(settings: Settings, tried: dict[MemSaveConfig, Setting], limit: int) -> str:

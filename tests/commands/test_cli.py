@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
 import hf_memsave
-from hf_memsave import MemSaveConfig, PlanError, commands, patch, plan
+from hf_memsave import MemSaveConfig, PlanError, commands, estimate, patch
 from hf_memsave.cli import COMMANDS, main
 from hf_memsave.commands import arguments, doctor, options
 from hf_memsave.config.sizes import both, bytes_of, counted
@@ -127,11 +127,16 @@ def test_what_fits_is_said_and_written_and_patches_a_model(tmp_path, capsys):
     command = f"plan bert --layers 6 --batch-size 4 --seq-len 256 --optimizer sgd --out {out}".split()
     assert main([*command, "--budget", "30GiB"]) == 0
     said = capsys.readouterr().out
-    assert "The cheapest in 30.00 GiB (32.2 GB): no product runs again" in said
+    assert "Stock fits in 30.00 GiB (32.2 GB): you need nothing.\nTrain without memsave" in said and not out.exists()
+    step = {"batch_size": 4, "seq_len": 256, "optimizer": "sgd"}
+    floor = estimate(BertConfig(num_hidden_layers=6), **step).patched.needed
+    assert main([*command, "--budget", str(floor)]) == 0
+    said = capsys.readouterr().out
+    assert f"The cheapest in {both(floor)}: no product runs again" in said
     assert said.endswith(f'Use it: Trainer(..., memsave="{out}"), or hf_memsave.patch(model, "{out}").\n')
     assert MemSaveConfig.from_file(out) == MemSaveConfig()
-    floor = plan(BertConfig(num_hidden_layers=6), budget="1TiB", batch_size=32, seq_len=256, optimizer="sgd")
-    assert main([*command, "--budget", f"{floor.best.needed // 2**20 - 100}MiB", "--batch-size", "32"]) == 0
+    floor = estimate(BertConfig(num_hidden_layers=6), **step | {"batch_size": 32}).patched.needed
+    assert main([*command, "--budget", f"{floor // 2**20 - 100}MiB", "--batch-size", "32"]) == 0
     config = MemSaveConfig.from_file(out)
     assert config.checkpoint or config.offload
     model = BertForSequenceClassification(BertConfig(num_hidden_layers=6, hidden_size=64, num_attention_heads=4))

@@ -15,6 +15,7 @@ from transformers import Trainer
 from hf_memsave import MemSaveCallback, MemSaveConfig
 from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import PlanError
+from hf_memsave.measure.estimate import estimate
 from hf_memsave.measure.figures import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
 from hf_memsave.planner import budget as module
@@ -56,7 +57,7 @@ def test_a_trainer_plans_for_its_own_batch_and_its_step_stays_within_the_budget(
         config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
         model = get_peft_model(model, config)
     step = dict(batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
-    budget = plan(llama(), budget="1TiB", **step).best.needed - 2**20  # less than a step needs at the floor
+    budget = estimate(llama(), **step).patched.needed - 2**20  # less than a step needs at the floor
     wanted = plan(llama(), budget=budget, **step).config
     assert wanted.checkpoint or wanted.offload
     common = dict(model=model, args=arguments(tmp_path), train_dataset=samples(), data_collator=collate)

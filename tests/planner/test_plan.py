@@ -10,6 +10,7 @@ import torch
 
 import hf_memsave
 from hf_memsave import WTACRS, MemSaveConfig, MemSaveError
+from hf_memsave.config.sizes import both
 from hf_memsave.count.peak import Count
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.depth import trace_in_full
@@ -54,15 +55,28 @@ def test_what_fits_at_the_floor_costs_nothing_and_nothing_is_traced_again(monkey
     found = plan(config, budget=budget_of(config, 1, **STEP), **STEP)
     assert found.config == MemSaveConfig() and found.best.cost == 0
     assert [one.config.checkpoint for one in found.tried] == [None, "gate", "block"]
-    held = plan(config, budget=2**40, holds_output=True, **STEP)  # of the step before, whose work is not this one's
+    budget = budget_of(config, 1, holds_output=True, **STEP)
+    held = plan(config, budget=budget, holds_output=True, **STEP)  # of the step before, whose work is not this one's
     assert [one.cost for one in held.tried] == [one.cost for one in found.tried]
     monkeypatch.setattr("hf_memsave.measure.depth.trace_at", None)
-    again = plan(copy.deepcopy(config), budget="24GiB", **STEP)
-    assert again.best == found.best
-    words = "Stock fits: nothing is needed.\nThe cheapest in 24.00 GiB (25.8 GB): no product runs again."
-    assert words in str(again) and "Stock fits" not in str(found)
+    assert plan(copy.deepcopy(config), budget=found.budget, **STEP).best == found.best
     rungs = 'checkpoint="gate": attention and outputs of experts are kept, everything else of a block runs again.'
     assert rungs in str(found)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_where_stock_fits_nothing_is_needed_and_nothing_else_is_traced(checkpointing, monkeypatch):
+    """By the step as it is, under gradient checkpointing too; a byte less, and it is no longer stock."""
+    step, config = STEP | {"checkpointing": checkpointing}, CONFIGS["llama"]
+    stock = estimate(config, memsave=False, **step).stock.needed
+    less = plan(config, budget=stock - 1, **step)
+    assert less.config is not None and "Stock fits" not in str(less)
+    monkeypatch.setattr("hf_memsave.measure.depth.trace_at", None)
+    found = plan(config, budget=stock, **step)
+    assert (found.config, found.best.needed, found.best.name, found.tried) == (None, stock, "stock", ())
+    assert f"Stock fits in {both(stock)}: you need nothing." in str(found) and "The cheapest" not in str(found)
+    name = "stock, gradient checkpointing" if checkpointing else "stock"
+    assert re.search(rf"^{name} +\S+ MiB +[\d.]+% +the best$", str(found), re.MULTILINE)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=MATRIX)])
