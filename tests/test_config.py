@@ -43,7 +43,10 @@ def test_every_field_is_frozen_strict_and_tells_configs_apart():
             setattr(config, name, OTHER[name])
     defaults = {"budget": None, "compile": False, "tiles": None}
     assert MemSaveConfig(**TOGETHER).to_dict() == TOGETHER | defaults | {"linear": SAMPLED}
-    for args, fields, message in ((["recompute"], {}, "positional"), ([], {"activations": "stock"}, "activations")):
+    for args, fields, message in (
+        (["gate"], {}, r"got 'gate'.*checkpoint=\.\.\.\); a preset.* memsave= itself"),
+        ([], {"activations": "stock"}, "activations"),
+    ):
         with pytest.raises(TypeError, match=message):
             MemSaveConfig(*args, **fields)
     assert list(inspect.signature(MemSaveConfig).parameters) == FIELDS  # what an editor completes

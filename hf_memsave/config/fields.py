@@ -23,8 +23,12 @@ def named_fields(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
+        if args:
+            first = f"{cls.__name__}({dataclasses.fields(cls)[0].name}=...)"  # type: ignore[arg-type]
+            remedy = f"Name the field, as in {first}; a preset's name or a file goes to memsave= itself."
+            raise UnknownFieldError(f"{cls.__name__} takes fields by name, got {listed(args)}. {remedy}")
         refuse_unknown(cls, given)
-        init(self, *args, **given)
+        init(self, **given)
 
     def __repr__(self: Any) -> str:
         found = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]

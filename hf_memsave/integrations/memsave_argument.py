@@ -1,9 +1,9 @@
 """``memsave=`` on ``from_pretrained`` and ``from_config``, on every trainer, and in PEFT's configs.
 
 Every way of loading a model ends in one of two class methods of ``PreTrainedModel``, which are wrapped. In PEFT
-``BaseTuner.inject_adapter`` is wrapped, which has both model and config. ``Trainer.__init__`` is wrapped, and so is the
-``__init__`` of each subclass, defined before or later, unless it names the argument: it may list all that it takes, as
-TRL's do, or drop other keywords.
+``PeftModel.from_pretrained`` is, and ``BaseTuner.inject_adapter``, which has both model and config.
+``Trainer.__init__`` is wrapped, and so is the ``__init__`` of each subclass, defined before or later, unless it names
+the argument: it may list all that it takes, as TRL's do, or drop other keywords.
 """
 
 from __future__ import annotations
@@ -25,14 +25,43 @@ if TYPE_CHECKING:  # importing hf_memsave imports this file, and loads nothing t
 def install() -> None:
     """Have models, trainers and adapters take ``memsave=``, as importing hf_memsave does, until ``uninstall``."""
     when_imported("transformers.modeling_utils", teach_models)
+    when_imported("transformers.training_args", teach_arguments)
+    when_imported("transformers.training_args_seq2seq", teach_arguments)
     when_imported("transformers.trainer", teach_trainers)
     when_imported("peft.tuners.tuners_utils", teach_peft)
+    when_imported("peft.peft_model", teach_adapters)
 
 
 def teach_models(modeling_utils: Any) -> None:
     """Teach ``PreTrainedModel`` the ``memsave`` argument."""
     for name in ("from_pretrained", "_from_config"):
         wrap(modeling_utils.PreTrainedModel, name, _load)
+
+
+def teach_adapters(peft_model: Any) -> None:
+    """Teach ``PeftModel.from_pretrained`` the ``memsave`` argument, which PEFT would ignore."""
+    wrap(peft_model.PeftModel, "from_pretrained", _load)
+
+
+def teach_arguments(module: Any) -> None:
+    """Have ``TrainingArguments`` and its subclasses, such as TRL's configs, say where ``memsave=`` goes."""
+    classes = [module.TrainingArguments]
+    for cls in classes:  # which grows
+        classes += cls.__subclasses__()
+        if (taken := _parameters_of(cls)) and not any(p.kind is p.VAR_KEYWORD for p in taken):
+            wrap(cls, "__init__", _make_arguments)
+
+
+def _make_arguments(stock: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    if "memsave" in kwargs:
+        from hf_memsave.config.fields import UnknownFieldError
+
+        name = type(self).__name__
+        raise UnknownFieldError(
+            f"{name} has no field 'memsave': expected it among the trainer's own arguments. Use "
+            f"Trainer(model, {name}(...), memsave={kwargs['memsave']!r})."
+        )
+    stock(self, *args, **kwargs)
 
 
 def _load(stock: Callable[..., Any], cls: Any, /, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> Any:
@@ -80,15 +109,22 @@ def teach_trainers(module: Any) -> None:
     for cls in classes:  # which grows
         _teach_subclass(cls)
         classes += cls.__subclasses__()
+    teach_arguments(sys.modules["transformers.training_args"])
     wrap(module.Trainer, "__init_subclass__", partial(_make_subclass, module.Trainer))
 
 
 def _teach_subclass(cls: type) -> None:
+    if taken := _parameters_of(cls):
+        wrap(cls, "__init__", partial(_make_trainer, any(p.kind is p.VAR_KEYWORD for p in taken)))
+
+
+def _parameters_of(cls: type) -> list[Any]:
+    """Return the parameters of an ``__init__`` that ``cls`` defines itself; none if ``memsave`` is one."""
     from inspect import signature  # which importing hf_memsave need not wait for
 
     own = vars(cls).get("__init__")
-    if isinstance(own, FunctionType) and "memsave" not in (taken := signature(own).parameters):
-        wrap(cls, "__init__", partial(_make_trainer, any(p.kind is p.VAR_KEYWORD for p in taken.values())))
+    taken = signature(own).parameters if isinstance(own, FunctionType) else {}
+    return [] if "memsave" in taken else [*taken.values()]
 
 
 def _make_subclass(trainer: type, stock: Callable[..., None] | None, cls: type, /, **kwargs: Any) -> None:
@@ -97,6 +133,7 @@ def _make_subclass(trainer: type, stock: Callable[..., None] | None, cls: type, 
     else:
         stock(cls, **kwargs)
     _teach_subclass(cls)
+    teach_arguments(sys.modules["transformers.training_args"])  # the class of the trainer's arguments is there by now
 
 
 def _make_trainer(

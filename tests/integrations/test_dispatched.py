@@ -5,11 +5,12 @@ import types
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_memsave
-from hf_memsave.patching.swap import is_patched
+from hf_memsave import ConfigError, MemSaveConfig
+from hf_memsave.patching.swap import is_patched, patch_of
 from hf_memsave.tape import current
 from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, step
@@ -91,15 +92,21 @@ def test_an_adapter_folder_loads_patched_and_trains_with_stocks_bits(saved, tmp_
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_dropout=0.1, init_lora_weights=False)
     get_peft_model(LlamaForCausalLM.from_pretrained(saved()), config).save_pretrained(tmp_path)
-    for door in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
+
+    def on_a_base(folder, **options):
+        return PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(saved()), folder, **options)
+
+    for load in (AutoModelForCausalLM.from_pretrained, AutoPeftModelForCausalLM.from_pretrained, on_a_base):
+        with pytest.raises(ConfigError, match="unknown preset 'nonsense'"):
+            load(tmp_path, memsave="nonsense")
         results = []
-        for options in ({}, {"memsave": True}):
-            model = door.from_pretrained(tmp_path, **options).train()
+        for options in ({}, {"memsave": "gate"}):
+            model = load(tmp_path, **options).train()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("lora_" in name)
             results.append(step(model, batch_for(model)))
-        base = model if door is AutoModelForCausalLM else model.get_base_model()
-        found = {type(m).__name__ for m in base.modules() if is_patched(m)}
-        assert found == {"LlamaForCausalLM", "LlamaDecoderLayer", "Linear"}  # PEFT's
+        found = {type(m).__name__: patch_of(m).config for m in model.modules() if is_patched(m)}
+        assert found.keys() == {type(model).__name__, "LlamaDecoderLayer", "Linear"}  # PEFT's
+        assert found["LlamaDecoderLayer"] == MemSaveConfig(checkpoint="gate")
         assert_same(*results)
         assert len(results[0]) == 1 + 8  # A and B of q and v of two layers

@@ -1,12 +1,22 @@
 """``Trainer(..., memsave=...)``: every trainer takes it once hf_memsave is imported, and that can be taken back."""
 
+import dataclasses
 import functools
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+import trl
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig
@@ -139,6 +149,23 @@ def test_a_wrong_value_is_told_before_anything_is_made(arguments, monkeypatch):
             cls(build("llama"), arguments(), memsave="exakt")
 
 
+@dataclasses.dataclass
+class Extended(TrainingArguments):
+    """With a field of that name, which is the user's own."""
+
+    memsave: str = ""
+
+
+def test_the_trainers_config_says_where_it_goes(tmp_path):
+    assert issubclass(trl.SFTTrainer, Trainer)  # imported with its config, as in users' scripts
+    for cls in (TrainingArguments, Seq2SeqTrainingArguments, trl.SFTConfig):
+        with pytest.raises(TypeError, match=rf"Use Trainer\(model, {cls.__name__}\(\.\.\.\), memsave='gate'\)"):
+            cls(str(tmp_path), memsave="gate")
+    assert Extended(str(tmp_path), memsave="gate").memsave == "gate"
+    arguments = TrainingArguments(str(tmp_path), max_steps=3)
+    assert pickle.loads(pickle.dumps(arguments)).max_steps == dataclasses.replace(arguments).max_steps == 3
+
+
 def test_a_model_of_model_init_is_patched_once(arguments):
     trainer = Trainer(
         args=arguments(), model_init=lambda: build("llama"), train_dataset=Rows("llama"), memsave="wta-crs"
@@ -156,8 +183,8 @@ from hf_memsave.integrations.hooks import _WhenImported
 assert not {"torch", "transformers", "peft"} & set(sys.modules)
 def waiting():
     return sorted(f.name for f in sys.meta_path if isinstance(f, _WhenImported))
-own = ["peft.tuners.tuners_utils"]
-own += [f"transformers.{name}" for name in ("modeling_utils", "trainer")]
+own = ["peft.peft_model", "peft.tuners.tuners_utils"]
+own += [f"transformers.{name}" for name in ("modeling_utils", "trainer", "training_args", "training_args_seq2seq")]
 """
 #: What all of it changes, and that it can be taken back.
 CHANGED = """
@@ -166,22 +193,23 @@ hf_memsave.uninstall()
 assert waiting() == []
 hf_memsave.install()
 assert waiting() == own
-import transformers.trainer, peft
+import transformers.trainer, transformers.training_args_seq2seq, peft
 from transformers.trainer_callback import CallbackHandler
 assert waiting() == []
 class Earlier(transformers.Trainer):
     def __init__(self, model, args):
         super().__init__(model, args)
 classes = [transformers.PreTrainedModel, transformers.Trainer, Earlier, transformers.Seq2SeqTrainer,
-           peft.tuners.tuners_utils.BaseTuner, CallbackHandler]
+           peft.tuners.tuners_utils.BaseTuner, peft.PeftModel, CallbackHandler, transformers.TrainingArguments,
+           transformers.Seq2SeqTrainingArguments]
 def state():
     return [dict(vars(c)) for c in classes], list(sys.meta_path)
 def changed():
     found = ((c, n, getattr(f, "__func__", f)) for c in classes for n, f in vars(c).items())
     return {f"{c.__name__}.{n}" for c, n, function in found if hasattr(function, "_memsave_stock")}
 EXPECTED = {"PreTrainedModel.from_pretrained", "PreTrainedModel._from_config", "Trainer.__init__", "Earlier.__init__",
-            "BaseTuner.inject_adapter", "Trainer.__init_subclass__",
-            "CallbackHandler.add_callback"}
+            "BaseTuner.inject_adapter", "PeftModel.from_pretrained", "Trainer.__init_subclass__",
+            "CallbackHandler.add_callback", "TrainingArguments.__init__", "Seq2SeqTrainingArguments.__init__"}
 assert EXPECTED <= changed()
 hf_memsave.uninstall(), hf_memsave.uninstall()
 assert changed() == set() and "__init_subclass__" not in vars(transformers.Trainer)
