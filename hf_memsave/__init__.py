@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
     from hf_memsave.measure.estimate import estimate
     from hf_memsave.ops.loss.token_log_probs import token_log_probs
-    from hf_memsave.patching.patch import PatchReport, patch, unpatch
+    from hf_memsave.patching.patch import PatchReport, patch, report, unpatch
     from hf_memsave.planner.plan import plan
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "WTACRS", "ConfigError", "Kept", "KeptTensorChangedError", "MeasureError", "MemSaveCallback", "MemSaveConfig",
     "MemSaveError", "MemSaveLoraConfig", "MemSaveMixin", "MemSaveTrainer", "PatchError", "PatchReport", "PlanError",
-    "estimate", "install", "measure_kept", "patch", "plan", "token_log_probs", "uninstall", "unpatch",
+    "estimate", "install", "measure_kept", "patch", "plan", "report", "token_log_probs", "uninstall", "unpatch",
 ]  # fmt: skip
 
 #: Module -> the names above that are loaded from it when they are first used; all others are in ``errors``.
@@ -36,7 +36,7 @@ _MODULES = {
     "integrations.trainer": ("MemSaveCallback", "MemSaveMixin", "MemSaveTrainer"),
     "measure.estimate": ("estimate",),
     "ops.loss.token_log_probs": ("token_log_probs",),
-    "patching.patch": ("PatchReport", "patch", "unpatch"),
+    "patching.patch": ("PatchReport", "patch", "report", "unpatch"),
     "planner.plan": ("plan",),
     "count.kept": ("Kept", "measure_kept"),
 }

@@ -36,11 +36,16 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
     step.is_on_cpu = parameter is not None and parameter.device.type == "cpu"
     is_real = parameter is None or (has_numbers(parameter) and is_concrete(parameter))
     is_vain = is_real and _warn_if_in_vain(module, step, config)
-    if not module.training or is_measuring() or not is_real:
+    if is_measuring() or not is_real:
+        return
+    if not module.training:
+        logger.info(
+            "the model is in eval mode: dropout is off, and no block runs again. Before you train: model.train()."
+        )
         return
     step.told.append(trained_in(module))
     if step.told[-1] not in step.told[:-1] and not is_vain and step.nbytes_stock:
-        logger.info("hf_memsave: %s More: print(hf_memsave.patch(model))", sentence(step, config))
+        logger.info("hf_memsave: %s More: print(hf_memsave.report(model))", sentence(step, config))
 
 
 def trained_in(model: nn.Module) -> int:
@@ -65,7 +70,7 @@ def waiting(module: nn.Module, trained: int) -> Ledger | None:
 
 
 def sentence(step: Ledger, config: MemSaveConfig) -> str:
-    """Describe in a sentence what a step kept, of how much in stock, and what freed the rest."""
+    """Describe in a sentence what a step kept for backward, of how much in stock, and what freed the rest."""
     rung, again = config.checkpoint, step.nbytes_recomputed
     whole = "blocks run again" + (", MLPs in rows" if rung == "tiles" else "")
     runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
@@ -78,11 +83,17 @@ def sentence(step: Ledger, config: MemSaveConfig) -> str:
     if not step.is_checkpointed_in_stock:
         return f"{said}."
     moved = f" and moves {gib(step.nbytes_moved)} to main memory" if step.nbytes_moved else ""
-    also = ", with offload=True," if moved and not config.offload else ""
+    return f"gradient checkpointing is on{moved}: {said}."
+
+
+def advice(step: Ledger, config: MemSaveConfig) -> list[str]:
+    """Advise on gradient checkpointing where the caller has turned it on."""
+    also = ", with offload=True," if step.nbytes_moved and not config.offload else ""
     more = "" if SELECTED in step.kept else "more is kept and "  # chosen products may be more than all that we keep
-    advice = f'checkpoint="block"{also} instead of it keeps no more, and without both {more}no block runs twice.'
-    advice = f'leave it out{also or ","} as memsave="{rung}" runs blocks again already.' if rung in WHOLE else advice
-    return f"gradient checkpointing is on{moved}: {said}; {advice}"
+    said = f'checkpoint="block"{also} in its place keeps no more, and without both {more}no block runs twice'
+    if config.checkpoint in WHOLE:
+        said = f'leave it out{also or ","} as memsave="{config.checkpoint}" runs blocks again already'
+    return [f"gradient checkpointing: {said}"] * step.is_checkpointed_in_stock
 
 
 def kept(step: Ledger) -> str:

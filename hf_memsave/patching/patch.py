@@ -14,11 +14,11 @@ from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import counted, gib, html_table
 from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import ConfigError, PatchError, not_a_module
-from hf_memsave.logs import warn_once
+from hf_memsave.logs import logger, warn_once
 from hf_memsave.ops.sampled.sampler import MOST
 from hf_memsave.patching.checkpointed import AGAIN, choose_again
 from hf_memsave.patching.collect import Found, SiteReport, collect
-from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentence, trained_in
+from hf_memsave.patching.first_step import FIRST, LEDGER, advice, kept, kinds, sentence, trained_in
 from hf_memsave.patching.refusals import check
 from hf_memsave.patching.rows import forget, reasons
 from hf_memsave.patching.sampled_layers import attach, sampler_of
@@ -72,6 +72,12 @@ class PatchReport:
         self.covered = f"{counted(count['model'], 'model')} and {counted(count['block'], 'repeated block')} covered"
 
     @property
+    def _undone(self) -> str:
+        """A heading for a report whose model has been made stock again; else empty."""
+        model = self._model()
+        return "undone, the model is stock" if model is not None and not patched_models(model) else ""
+
+    @property
     def counts(self) -> Counter[tuple[str, str, str, str]]:
         """(status, op, class, reason) -> how many sites."""
         return Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
@@ -80,13 +86,12 @@ class PatchReport:
     def added(self) -> tuple[str, ...]:
         """Paths of modules added since, such as adapters, that the next :func:`patch` of the model covers."""
         model = self._model()
-        if model is None or not any(is_patched(module) for module in model.modules()):
+        if model is None or self._undone:
             return ()
         names = {id(module): name for name, module in model.named_modules()}
         found = collect(model, self.config)
-        added = [m for m in found.patches if not (found.errors or is_patched(m))]
-        added += [m for m in found.recomputed if AGAIN not in m.__dict__]
-        return tuple(names[id(module)] for module in added)
+        added = () if found.errors else (*found.patches, *found.recomputed)
+        return tuple(dict.fromkeys(names[id(module)] for module in added if not _is_changed(module)))
 
     def undo(self) -> None:
         """Make the model stock again; see :func:`unpatch`."""
@@ -144,7 +149,7 @@ class PatchReport:
             model = self._model()
             is_trained = model is not None and _has_gradients(model) and not self._had_gradients
             return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
-        lines = [f"  {sentence(step, self.config)}"]
+        lines = [f"  {sentence(step, self.config)}", *(f"  {one}" for one in advice(step, self.config))]
         for what, words in (("kept", "kept"), ("offloaded", "in main memory")):
             if most := kinds(step, what):
                 lines.append(f"    {words}: {most}")
@@ -152,7 +157,7 @@ class PatchReport:
 
     def __repr__(self) -> str:
         said = f"the first step {kept(self.step)}" if self.step.is_counted else "no step counted yet"
-        return f"<PatchReport: {self.covered}; {said}>"
+        return f"<PatchReport: {self._undone or self.covered}; {said}>"
 
     def _repr_html_(self) -> str:
         columns = [self.step.by_kind(what) for what in ("avoided", "kept", "offloaded")]
@@ -163,6 +168,8 @@ class PatchReport:
         return html_table(repr(self)[1:-1], [["for backward", "freed", "kept", "in main memory"], *rows])
 
     def __str__(self) -> str:
+        if undone := self._undone:
+            return "\n".join([f"hf_memsave: {undone}", *self._step() * self.step.is_counted])
         lines = [f"hf_memsave: {self.covered}, {counted(len(self.skipped), 'module')} skipped"]
         if inexact := self.config.inexact:
             lines.append(f"  gradients are not exact: {', '.join(inexact)}")
@@ -235,12 +242,38 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     inside = {m for covered, _ in before for m in covered.modules() if m is not covered}
     if inside & _swap(model, found) or step is None or {config for _, config in before} != {resolved}:
         is_waiting, step = not resolved.compile, Ledger()
-        step.uncounted = "the repeated blocks are compiled" if resolved.compile else ""
+        if resolved.compile:
+            step.uncounted = "the repeated blocks are compiled"
+            logger.info("compile=True: %s in the first step, and what they keep is not counted.", step.uncounted)
     _wait_with(model, step, is_waiting)
     leave_alone([vars(module) for module in model.modules()])
     if not resolved.is_exact:
         warn_once(f"hf_memsave: gradients are not exact: {', '.join(resolved.inexact)}")
     return PatchReport(model, resolved, found.sites, step)
+
+
+def report(model: nn.Module) -> PatchReport:
+    """Return the report of a patched model, to read what its first step kept; nothing is changed.
+
+    Raises:
+        PatchError: The model is no module, or stock, or its parts are patched with different configs.
+    """
+    if not isinstance(model, nn.Module):
+        raise PatchError(not_a_module("report(model)", model))
+    patched = patched_models(model)
+    configs = list(dict.fromkeys(config for _, config in patched))
+    if len(configs) != 1:
+        got = f"parts with {' and '.join(map(str, configs))}" if configs else "a stock one"
+        remedy = "Report each of its parts." if configs else "Call hf_memsave.patch(model) first."
+        raise PatchError(f"report(model): expected a patched {type(model).__name__}, got {got}. {remedy}")
+    model = patched[0][0] if len(patched) == 1 else model
+    modules = dict(model.named_modules())
+    sites = [s for s in collect(model, configs[0]).sites if s.status == "skipped" or _is_changed(modules[s.name])]
+    return PatchReport(model, configs[0], sites, _step_of(patched) or Ledger())
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return is_patched(module) or AGAIN in module.__dict__
 
 
 def unpatch(model: nn.Module) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch.sites import LINEARS, RUN_AGAIN, kind_of, path_of
 from hf_memsave.config.config import WHOLE, MemSaveConfig
+from hf_memsave.config.sizes import counted
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
+from hf_memsave.patching.blocks import block_numbers
 from hf_memsave.patching.collect import Found, SiteReport
 from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import stock_class
@@ -22,6 +25,11 @@ def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool =
     if config.checkpoint is not None:
         refuse_zero3(model, config.checkpoint)
         _refuse_no_rung(found.sites, config, model)
+    count = len(block_numbers(model))
+    for kind, number in dict(config.layers or ()).items():
+        if number > count > 0:
+            expected = f"at most {counted(count, 'block')}, as {type(model).__name__} has"
+            raise PatchError(f"layers[{kind!r}]: expected {expected}, got {number}. Leave it out for all blocks.")
     if config.linear is not None:
         _refuse_unsampled(found.sites, config.linear, model)
     _refuse_nothing(model)
@@ -46,19 +54,25 @@ def _refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mo
     if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
         return
     cls, option = type(model).__name__, "Leave --checkpoint out."
-    remedy = "Leave checkpoint out, or turn on the model's own gradient checkpointing in its place, if it has any."
-    if config.checkpoint in WHOLE:
-        expected, got = f"repeated blocks in {cls}, each a GradientCheckpointingLayer that runs its own forward", "none"
-        if blocks:
-            got = f"{blocks[0].name} ({blocks[0].cls}): {blocks[0].reason.partition(';')[0]}"
-            remedy = "Build the model without that tool, or with its checkpointing off, or leave checkpoint out."
-    elif asked:
-        expected, got = "linears that can run again", f"{asked[0].name} ({asked[0].cls}): {asked[0].reason}"
-        remedy = "Use checkpoint='block', which runs whole blocks again, or leave checkpoint out."
-        option = "Use --checkpoint block, which runs whole blocks again, or leave it out."
+    if not blocks:
+        expected, got = (
+            f"repeated blocks in {cls}, whose classes derive from {path_of(GradientCheckpointingLayer)}",
+            "none",
+        )
+        remedy = "Derive the class of your blocks from it, in place of nn.Module, or leave checkpoint out."
+        if getattr(model, "supports_gradient_checkpointing", False):
+            remedy = "Leave checkpoint out, or turn on the model's own gradient checkpointing in its place."
+    elif config.checkpoint in WHOLE:
+        expected = f"repeated blocks in {cls} that run their own forward"
+        got = f"{blocks[0].name} ({blocks[0].cls}): {blocks[0].reason.partition(';')[0]}"
+        remedy = "Build the model without that tool, or with its checkpointing off, or leave checkpoint out."
     else:
         expected = f"linears of a known name in repeated blocks of {cls} (o_proj, q_proj, up_proj, gate_proj, ...)"
         got = ", ".join(_names_in(model, RUN_AGAIN)) or "none"
+        if asked:
+            expected, got = "linears that can run again", f"{asked[0].name} ({asked[0].cls}): {asked[0].reason}"
+        remedy = "Use checkpoint='block', which runs whole blocks again, or leave checkpoint out."
+        option = "Use --checkpoint block, which runs whole blocks again, or leave it out."
     raise PatchError(f"checkpoint={config.checkpoint!r}: expected {expected}, got {got}.", remedy, option)
 
 

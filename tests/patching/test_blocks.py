@@ -6,7 +6,7 @@ import pickle
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.config.config import KINDS
 from hf_memsave.patching.blocks import block_at, block_numbers
 from support.steps import assert_same, patched_classes, step
@@ -55,9 +55,11 @@ def test_the_modules_of_later_blocks_are_left_to_stock_and_no_other(family):
     numbers = block_numbers(model)
     for kind, classes in CLASSES[family].items():
         found = [name for name, m in model.named_modules() if type(m).__name__ in classes.split()]
-        for number in range(len(numbers) + 2):
+        for number in range(len(numbers) + 1):
             report = patch(model, {"layers": {kind: number}}, replace=True)
             assert quiet(report) == {name for name in found if (block_at(name, numbers) or 0) >= number}
+        with pytest.raises(PatchError, match=rf"\['{kind}'\]: expected at most {len(numbers)} blocks, as .* got 99"):
+            patch(model, {"layers": {kind: 99}}, replace=True)
     assert quiet(patch(model, replace=True)) == set()
 
 

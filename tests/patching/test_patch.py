@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import hf_memsave
 from hf_memsave import MemSaveConfig, PatchError, PatchReport, measure_kept, patch, unpatch
 from support.steps import assert_same, patched_classes, state_of, step
 from support.zoo import FAMILIES, Size, batch_for, build
@@ -167,6 +168,30 @@ def test_a_model_inside_another_module_is_covered_with_it(device):
     assert sites_of(report) == {"model": [""], "block": ["student.model.layers.0", "student.model.layers.1"]}
     report.undo()
     assert patched_classes(model) == {}
+
+
+def test_a_report_is_read_without_patching_again_and_says_that_it_is_undone():
+    model = build("llama").train()
+    for got, wrong in (("a stock one. Call hf_memsave.patch", model), ("the text 'llama'", "llama")):
+        with pytest.raises(PatchError, match=f"report\\(model\\): expected a .*, got {got}"):
+            hf_memsave.report(wrong)
+    made = patch(model, "gate")
+    classes = patched_classes(model)
+    for _ in range(2):
+        assert str(hf_memsave.report(model)) == str(hf_memsave.report(nn.DataParallel(model))) == str(made)
+        step(model, batch_for(model))
+    assert made.step.is_counted and hf_memsave.report(model).step is made.step and patched_classes(model) == classes
+    model.model.layers.append(build("llama").model.layers[0])
+    assert "2 repeated blocks covered" in str(hf_memsave.report(model)) and "added since" in str(
+        hf_memsave.report(model)
+    )
+    made.undo()
+    assert str(made).startswith("hf_memsave: undone, the model is stock\n  the first step keeps")
+    assert "undone" in repr(made) and "undone" not in repr(patch(model))
+    parts = nn.ModuleDict({"a": build("llama"), "b": build("llama")})
+    patch(parts["a"]), patch(parts["b"], "gate")
+    with pytest.raises(PatchError, match="got parts with MemSaveConfig.* and .*'gate'.*Report each of its parts"):
+        hf_memsave.report(parts)
 
 
 def test_patch_and_the_first_step_cost_calls_by_the_layer_and_no_process_trace_or_page(monkeypatch):

@@ -100,8 +100,14 @@ def test_an_approximation_of_a_module_with_a_foreign_forward_is_refused(llama):
 
 @pytest.mark.parametrize("rung", ["gate", "block"])
 def test_no_remedy_is_a_method_that_the_model_lacks(rung):
-    for model in (nn.Sequential(nn.Linear(4, 4)), GPT2Model(GPT2Config(n_embd=8, n_layer=0, n_head=2, vocab_size=8))):
-        with pytest.raises(PatchError, match=r"got (0|none)\. Leave checkpoint out, or .*, if it has any") as refusal:
+    own = (
+        r"classes derive from transformers\.modeling_layers\.GradientCheckpointingLayer, got none\. Derive the class of"
+    )
+    for model, words in (
+        (nn.Sequential(nn.Linear(4, 4)), own),
+        (GPT2Model(GPT2Config(n_embd=8, n_layer=0, n_head=2, vocab_size=8)), "turn on the model's own gradient check"),
+    ):
+        with pytest.raises(PatchError, match=words) as refusal:
             patch(model, rung)
         assert all(hasattr(model, name) for name in re.findall(r"\w+(?=\()", str(refusal.value)))
 
