@@ -100,6 +100,25 @@ def test_the_picture_is_of_the_table(monkeypatch):
     assert gate in points and len(points) == 7 + 5
 
 
+def test_memory_and_batches_share_no_axis_and_no_row_is_empty(monkeypatch):
+    pages = load_script("pages", monkeypatch)
+    drawn = pages.pictures(RESULTS)
+    assert {path.name for path in RESULTS.glob("*.png")} == drawn.keys()
+    rows = [row for paper, of in pages.results(RESULTS, "papers").items() if paper != "about" for row in of]
+    units = {f"{row['table']}: {row['work']}, {row['method']}": row["unit"] for row in rows}
+    for axes in (axes for paper in pages.papers.PAPERS for axes in drawn[pages.papers.png(paper)].axes):
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        batches = "batch" in axes.get_xlabel()
+        assert [units[label] == "sequences" for label in labels] == [batches] * len(labels)
+        marks = [line.get_data() for line in axes.lines if line.get_marker() != "None"]
+        filled = {at for shares, places in marks for share, at in zip(shares, places, strict=True) if share >= 0}
+        assert filled == {*range(len(labels))}
+    (settings,) = drawn["techniques.png"].axes
+    labels = {label.get_text().split(" (")[0] for label in settings.get_yticklabels()}
+    assert len(settings.patches) == 3 * len(labels) and all(bar.get_width() > 0 for bar in settings.patches)
+    assert {"stock", "gradient checkpointing", "exact", "gate", "block", "tiles", "max"} <= labels
+
+
 @pytest.mark.long
 @on_stand_in
 def test_the_plans_on_the_page_are_todays(monkeypatch):

@@ -178,7 +178,7 @@ def write_picture(path: Path, title: str, runs: dict[str, tuple[Run, Run]]) -> N
         tops = [0.0, 0.0]
         for kind, color in zip(KINDS_OF_OPS, _COLORS, strict=True):
             heights = [run.kept.by_kind.get(kind, 0) / MIB for run in pair]
-            bars.bar(("stock", "patched"), heights, 0.6, tops, color=color, label=kind if any(heights) else None)
+            bars.bar(("stock", "patched"), heights, 0.6, tops, color=color, label=kind if max(heights) >= 0.05 else "")
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
         totals = [f"{tops[0]:.1f} MiB", f"{tops[1]:.1f} MiB\n{freed(tops[0], tops[1], ' freed')}"]
         bars.bar_label(bars.containers[-1], totals, padding=4, fontsize=11, fontweight="bold")

@@ -185,7 +185,7 @@ def report(options: argparse.Namespace, found: dict[tuple[str, str, int], dict[s
     text += "\n![Training loss, and kept memory](fine-tuning.png)\n"
     write("fine-tuning", text, {", ".join(map(str, run)): one for run, one in found.items()}, options.out)
     if options.out is not None:
-        picture(options, found).savefig(options.out / "fine-tuning.png", metadata={"Software": None})
+        picture(options.tasks[0], options.seeds, found).savefig(options.out / "fine-tuning.png")
 
 
 class Paired(NamedTuple):
@@ -235,16 +235,15 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
     return found
 
 
-def picture(options: argparse.Namespace, found: dict[tuple[str, str, int], dict[str, Any]]) -> Figure:
-    """The first task's training loss over the steps, the mean over seeds, beside what each method keeps."""
-    task = options.tasks[0]
-    figure = Figure(figsize=(13, 4.8), layout="constrained", dpi=110)
-    figure.suptitle(f"Pretrained MiniLM on {task}: mean of {options.seeds} seeds", fontsize=11)
-    curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+def picture(task: str, seeds: int, found: dict[tuple[str, str, int], dict[str, Any]]) -> Figure:
+    """A task's training loss over the steps, the mean over seeds, above what each method keeps."""
+    figure = Figure(figsize=(9, 8.5), layout="constrained", dpi=110)
+    figure.suptitle(f"Pretrained MiniLM on {task}: mean of {seeds} seeds", fontsize=11)
+    curves, bars = figure.subplots(2, height_ratios=(5, 3))
     first = found[task, "exact", 0]
     kept = {"stock": first["memsave/kept_gib"] / (1 - first["memsave/freed_fraction"]) * 1024}
     for index, name in enumerate(METHODS):
-        runs = [found[task, name, seed] for seed in range(options.seeds)]
+        runs = [found[task, name, seed] for seed in range(seeds)]
         mean = [statistics.mean(losses) for losses in zip(*(run["losses"] for run in runs), strict=True)]
         smooth = [statistics.mean(mean[max(0, at - 4) : at + 1]) for at in range(len(mean))]
         width = 5 if name == "exact" else 1.3
@@ -254,7 +253,7 @@ def picture(options: argparse.Namespace, found: dict[tuple[str, str, int], dict[
         kept[name] = statistics.mean(run["memsave/kept_gib"] for run in runs) * 1024
     curves.set(xlabel="step", ylabel="training loss, mean of the last 50 steps")
     curves.legend(frameon=False, fontsize=8)
-    bars.barh(list(kept), list(kept.values()), color=["grey", *(f"C{index % 10}" for index in range(len(METHODS)))])
+    bars.barh(list(kept), list(kept.values()), color=["black", *(f"C{index % 10}" for index in range(len(METHODS)))])
     bars.invert_yaxis()
     bars.set_xlabel("MiB kept between forward and backward")
     for axes in (curves, bars):

@@ -8,8 +8,6 @@ inverse (by bisection in float64) of the same forward's own rounded y.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -100,7 +98,7 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if value >= 1e-3 else f"{value:.1e}"
 
 
-def picture(path: Path, compared: dict[str, dict[str, tuple[float, float]]]) -> None:
+def picture(compared: dict[str, dict[str, tuple[float, float]]]) -> Figure:
     """FewBit's errors by bits against InvAct's and ours, and below them the numbers."""
     figure = Figure(figsize=(11, 11), layout="constrained", dpi=110)
     figure.suptitle(f"{TITLE}: error on x in [-{RANGE:g}, {RANGE:g}]", fontsize=12)
@@ -123,7 +121,7 @@ def picture(path: Path, compared: dict[str, dict[str, tuple[float, float]]]) -> 
         loc="center",
     )
     cells.scale(0.8, 1.2)
-    figure.savefig(path, metadata={"Software": None})
+    return figure
 
 
 def main() -> None:
@@ -140,7 +138,7 @@ def main() -> None:
         range=RANGE,
     )
     write("inverse-derivatives", text, {"errors": found, "compared": compared}, options.out)
-    picture(options.out / "inverse-derivatives.png", compared)
+    picture(compared).savefig(options.out / "inverse-derivatives.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of README and docs that quote results, README's picture, and what ``gpu_check.sh`` has measured.
+"""Write the tables of README and docs that quote results, all pictures, and what ``gpu_check.sh`` has measured.
 
     python scripts/bench/pages.py [gpu-check.tgz]
 
@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+import fine_tuning
+import inverse_errors
+import papers
+import techniques
 from long_context import SETTINGS, TOKENS, TRAINED
 from publish import RESULTS, ROOT, arguments, table
 from ways_to_keep_less import BERT, FULL, LONG, LORA, WAYS
@@ -111,7 +115,7 @@ def readme(folder: Path) -> str:
 def picture(folder: Path) -> Figure:
     """README's picture: the time of a step against its peak, by way, from the same figures as the table."""
     known, ways = results(folder, "known-models"), results(folder, "ways-to-keep-less")["ways"]
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure = Figure(figsize=(10, 4.4), layout="constrained", dpi=110)
     for axes, (title, (column, model)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         for way in (way for way in SHOWN if way.method in known[PEAKS[column]]):
             x, y = peak(known, column, way), ways[f"{model}; {way.way}"]["time"]
@@ -127,6 +131,21 @@ def picture(folder: Path) -> Figure:
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("time of a step, over stock's\n(small models on a CPU, measured)")
     return figure
+
+
+def pictures(folder: Path) -> dict[str, Figure]:
+    """Every picture of scripts/results by its file, from the figures there."""
+    trained, rows = results(folder, "fine-tuning"), results(folder, "papers")
+    names = [(name, *name.split(", ", 1)[1].rsplit(", ", 1)) for name in trained if name.startswith("MRPC, ")]
+    return {
+        PICTURE: picture(folder),
+        "techniques.png": techniques.picture(results(folder, "techniques")["kept"]),
+        "fine-tuning.png": fine_tuning.picture(
+            "MRPC", 3, {("MRPC", method, int(seed)): trained[name] for name, method, seed in names}
+        ),
+        "inverse-derivatives.png": inverse_errors.picture(results(folder, "inverse-derivatives")["compared"]),
+        **{papers.png(paper): papers.picture(title, rows[paper]) for paper, title in papers.PAPERS.items()},
+    }
 
 
 def on_a_gpu(folder: Path) -> str:
@@ -205,7 +224,7 @@ def pages(folder: Path, root: Path) -> Iterable[tuple[Path, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Unpack, and write the pages and the picture."""
+    """Unpack, and write the pages and the pictures."""
     parser = arguments(__doc__)
     parser.add_argument("archive", type=Path, nargs="?", help="gpu-check.tgz")
     options = parser.parse_args(argv)
@@ -215,8 +234,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         unpack(options.archive, RESULTS)
     for page, text in pages(RESULTS, ROOT):
         page.write_text(text, encoding="utf-8")
-    about = {"Software": None, "Description": readme(RESULTS)}  # by which a test sees that the picture is of this table
-    picture(RESULTS).savefig(RESULTS / PICTURE, dpi=110, metadata=about)
+    for name, figure in pictures(RESULTS).items():
+        about = {"Description": readme(RESULTS)} if name == PICTURE else {}  # a test sees that it is of this table
+        figure.savefig(RESULTS / name, metadata={"Software": None, **about})
 
 
 if __name__ == "__main__":

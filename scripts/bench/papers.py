@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -49,6 +49,14 @@ SHOWN = {
 HEADER = [
     "table", "work", "method", "unit", "paper: stock", "stock", "distance", "paper: method", *SHOWN, "behind", "note",
 ]  # fmt: skip
+#: What a panel of a picture shows -> whether of rows that count sequences; all other rows are of memory.
+AXES = {"memory, over stock's": False, "largest batch, over stock's": True}
+#: Series of the pictures -> its mark and label.
+MARKS = {
+    "paper": ("kx", "the paper's method, there"), "method": ("C1o", "the paper's method, here"),
+    "exact": ("C2+", "memsave=True"), "gate": ("C3^", 'memsave="gate"'), "block": ("C4s", 'memsave="block"'),
+    "checkpointing": ("C5D", "gradient checkpointing"),
+}  # fmt: skip
 
 
 def rows_of(paper: str) -> Iterable[Row]:
@@ -102,30 +110,26 @@ def count_line(results: Sequence[Result]) -> str:
     )
 
 
-def picture(title: str, results: Sequence[Result], path: Path) -> None:
-    """Bars of a paper's rebuilt rows: shares of stock, the paper's and ours."""
-    shown = [one for one in results if one.share is not None and one.ours.get("stock")]
-    if not shown:
-        return
-    series = ("paper", "method", "exact", "gate", "block", "checkpointing")
-    figure = Figure(figsize=(11, 1 + 0.62 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    for i, name in enumerate(series):
-        shares = [
-            one.share or 0.0 if name == "paper"
-            else one.ours.get(name, math.nan) / one.ours["stock"] for one in shown
-        ]  # fmt: skip
-        label = {"paper": "the paper's method, there", "method": "the paper's method, here"}.get(name, name)
-        axes.barh([j + 0.13 * (i - 2.5) for j in range(len(shown))], shares, 0.12, label=label)
-    names = [f"{one.row.table}: {one.row.work}\n{one.row.method}, {one.row.unit}" for one in shown]
-    axes.set_yticks(range(len(shown)), names, fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1, color="gray", linewidth=0.8)
-    axes.set_xlabel("of stock")
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110 if len(shown) < 40 else 60)
+def picture(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
+    """Shares of stock, a line a rebuilt row of the .json: the paper's and ours, of memory and of batches apart."""
+    shown = [row for row in rows if row["share"] is not None and row["ours"].get("stock")]
+    split = {axis: [row for row in shown if (row["unit"] == "sequences") == of] for axis, of in AXES.items()}
+    panels = {axis: there for axis, there in split.items() if there}
+    figure = Figure(figsize=(9, 0.8 + 0.6 * len(panels) + 0.18 * len(shown)), layout="constrained", dpi=110)
+    figure.suptitle(title, fontsize=11)
+    plots = figure.subplots(len(panels), squeeze=False, height_ratios=[len(there) + 1 for there in panels.values()])
+    for axes, (axis, there) in zip(plots.flat, panels.items(), strict=True):
+        for name, (mark, label) in MARKS.items():
+            shares = [row["ours"].get(name, math.nan) / row["ours"]["stock"] for row in there]
+            shares = [row["share"] for row in there] if name == "paper" else shares
+            axes.plot(shares, range(len(there)), mark, label=label, fillstyle="none", clip_on=False)
+        axes.axvline(1, color="gray", linewidth=0.8)
+        names = [f"{row['table']}: {row['work']}, {row['method']}" for row in there]
+        axes.set_yticks(range(len(there)), names, fontsize=8)
+        axes.set(xlabel=axis, xlim=(0, None), ylim=(len(there) - 0.5, -0.5))
+        axes.grid(axis="y", alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
 
 
 def main() -> None:
@@ -146,18 +150,24 @@ def main() -> None:
     parts = [f"# The papers' tables\n\n{ABOUT}\n\n{versions()}. All: {every}\n"]
     for paper, results in found.items():
         parts.append(f"## {PAPERS[paper]}\n\n{count_line(results)}\n\n{table(HEADER, map(cells, results))}")
-        if args.out is not None:
-            name = f"papers-{paper.replace('_', '-')}.png"
-            picture(PAPERS[paper], results, args.out / name)
-            parts.append(f"![Shares of stock]({name})\n")
-    write("papers", "\n".join(parts), {paper: list(map(as_data, one)) for paper, one in found.items()}, args.out)
+        parts += [f"![Shares of stock]({png(paper)})\n"] if args.out else []
+    data = {paper: list(map(as_data, one)) for paper, one in found.items()}
+    write("papers", "\n".join(parts), data, args.out)
+    for paper, rows in data.items() if args.out else ():
+        picture(PAPERS[paper], rows).savefig(args.out / png(paper))
 
 
-def as_data(result: Result) -> dict[str, object]:
+def png(paper: str) -> str:
+    """The file of its picture."""
+    return f"papers-{paper.replace('_', '-')}.png"
+
+
+def as_data(result: Result) -> dict[str, Any]:
     """A row for the .json: the paper's figures, and ours."""
     names = ("table", "work", "unit", "method", "stock", "figure", "rung", "note")
     row = {name: getattr(result.row, name) for name in names}
-    return {**row, "ours": dict(result.ours), "distance": result.distance, "behind": result.behind}
+    row |= {name: getattr(result, name) for name in ("share", "ours", "distance", "behind")}
+    return row
 
 
 if __name__ == "__main__":

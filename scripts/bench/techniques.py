@@ -22,6 +22,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from publish import MIB, RESULTS, arguments, publish
 
 VOCAB, DEPTH = 512, 12
@@ -32,20 +33,25 @@ ALONE: dict[str, Any] = {
     "lora": ("recompute",),
     "storage": ("int8", "int4"),
 }
-PRESETS = ("exact", "invact", "tempo", "few-bit", "selective", "wta-crs", "lora-wta-crs")
-#: Setting -> its config; None is stock.
-SETTINGS: dict[str, MemSaveConfig | None] = {
+EXACT = ("exact", "gate", "block", "tiles", "max")
+PRESETS = ("invact", "tempo", "few-bit", "selective", "wta-crs", "lora-wta-crs")
+CHECKPOINTING = "gradient checkpointing"
+#: Setting -> its config, or gradient checkpointing without one; None is stock.
+SETTINGS: dict[str, MemSaveConfig | str | None] = {
     "stock": None,
+    CHECKPOINTING: CHECKPOINTING,
+    **{name: MemSaveConfig.preset(name) for name in EXACT},
     **{f'`{field}="{value}"`': replace(OFF, **{field: value}) for field, values in ALONE.items() for value in values},
     **{name: MemSaveConfig.preset(name) for name in PRESETS},
     **{f'exact, `storage="{value}"`': MemSaveConfig(storage=value) for value in ALONE["storage"]},
 }
 NOTES = """
 Bytes alive between forward and backward (`measure_kept`: every storage), 1,024 tokens, SDPA, without dropout; freed:
-percent of what stock keeps. A name is a preset's. LoRA is PEFT's default (r 8, fp32 adapters), with the base in bf16.
-With adapters on q and v alone, the linear after the activation is frozen and keeps nothing: `few-bit` then keeps less
-than `exact`, and inverting, which keeps the output where stock keeps the input, gains nothing. Other models beside
-InvAct's and Tempo's figures: [the papers' tables](papers.md).
+percent of what stock keeps. A name is a preset's. At this length `tiles` is as `block`, and so is `max` on a CPU, where
+what it offloads stays in the same memory. LoRA is PEFT's default (r 8, fp32 adapters), with the base in bf16. With
+adapters on q and v alone, the linear after the activation is frozen and keeps nothing: `few-bit` then keeps less than
+`exact`, and inverting, which keeps the output where stock keeps the input, gains nothing. Other models beside InvAct's
+and Tempo's figures: [the papers' tables](papers.md).
 
 ![What each setting keeps, in percent of stock](techniques.png)
 """
@@ -88,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [(setting, name) for setting in found for name in options.models]
     for setting, name in track(runs, "measuring", console=Console(stderr=True)):
         found[setting][name] = kept(MODELS[name], options.batch, SETTINGS[setting])
-    stock = found["stock"]
-    shares = {setting: {name: row[name] / stock[name] for name in row} for setting, row in found.items()}
+    shares = shares_of(found)
     rows = [
         [setting, *(cell for name in row for cell in (f"{row[name] / MIB:.1f}", f"{1 - shares[setting][name]:.1%}"))]
         for setting, row in found.items()
@@ -97,21 +102,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     header = ["setting", *(f"{name}, {what}" for name in options.models for what in ("MiB", "freed"))]
     title = "# Kept memory of each technique, alone and together"
     publish("techniques", title, header, rows, {"kept": found}, options.out, NOTES)
-    picture(shares).savefig(options.out / "techniques.png")
+    picture(found).savefig(options.out / "techniques.png")
 
 
-def kept(make: Callable[[int], nn.Module], batch: int, config: MemSaveConfig | None) -> int:
+def shares_of(found: dict[str, dict[str, int]]) -> dict[str, dict[str, float]]:
+    """Of stock's kept bytes, by setting and model."""
+    return {setting: {name: row[name] / found["stock"][name] for name in row} for setting, row in found.items()}
+
+
+def kept(make: Callable[[int], nn.Module], batch: int, config: MemSaveConfig | str | None) -> int:
     """Bytes kept by the whole model, which follows from one layer and two."""
     one, two = (kept_at(make(layers), batch, config) for layers in (1, 2))
     return one + (DEPTH - 1) * (two - one)
 
 
-def kept_at(model: nn.Module, batch: int, config: MemSaveConfig | None) -> int:
+def kept_at(model: nn.Module, batch: int, config: MemSaveConfig | str | None) -> int:
     """Bytes kept by a model of less depth; stock's where there is nothing to patch."""
     torch.manual_seed(0)
     ids = torch.randint(5, VOCAB, (batch, 1024))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(batch, dtype=torch.long)}
-    if config is not None:
+    if config == CHECKPOINTING:
+        enable_checkpointing(model)
+    elif isinstance(config, MemSaveConfig):
         try:
             patch(model.train(), config)
         except PatchError as error:
@@ -120,18 +132,19 @@ def kept_at(model: nn.Module, batch: int, config: MemSaveConfig | None) -> int:
     return measure_kept(model.train(), inputs).total
 
 
-def picture(shares: dict[str, dict[str, float]]) -> Figure:
+def picture(found: dict[str, dict[str, int]]) -> Figure:
     """A row of bars for each setting: percent of stock's kept bytes, a bar a model."""
-    names = list(shares["stock"])
-    figure = Figure(figsize=(9, 1 + 0.5 * len(shares)), layout="constrained", dpi=110)
+    shares, names = shares_of(found), list(found["stock"])
+    figure = Figure(figsize=(9, 1 + 0.42 * len(shares)), layout="constrained", dpi=110)
     axes = figure.subplots()
     for index, name in enumerate(names):
-        places = [row + 0.8 * index / len(names) for row in range(len(shares))]
+        places = [row + 0.8 * (index + 0.5) / len(names) - 0.4 for row in range(len(shares))]
         axes.barh(places, [100 * row[name] for row in shares.values()], height=0.8 / len(names), label=name)
-    axes.set_yticks([row + 0.3 for row in range(len(shares))], [setting.replace("`", "") for setting in shares])
-    axes.invert_yaxis()
+    labels = {"exact": "exact (memsave=True)", "max": "max (on a CPU)"}
+    axes.set_yticks(range(len(shares)), [labels.get(setting, setting.replace("`", "")) for setting in shares])
+    axes.set_ylim(len(shares) - 0.5, -0.5)
     axes.set_xlabel("kept between forward and backward, percent of stock")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
     return figure
 
 
