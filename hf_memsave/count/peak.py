@@ -31,17 +31,14 @@ class Peak:
     timeline: tuple[tuple[str, int], ...]  # each op in turn, and the bytes alive when it returned
 
 
-def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
+def count_peak(step: Callable[[], Any]) -> Peak:
     """Return the most bytes that are alive at once as ``step`` runs once, what is left at its end, and a timeline.
 
-    Every storage that an op in ``step`` makes counts once, on any device; an older one counts by its growth. What
-    ``step`` returns is dropped. Garbage collection is off: what hangs in a reference cycle counts to the end.
-
-    Args:
-        step: Runs one forward and backward, as in ``lambda: model(**batch).loss.backward()``.
-        unit: The bytes to a multiple of which an allocator rounds up each storage.
+    ``step`` is a function such as ``lambda: model(**batch).loss.backward()``; what it returns is dropped. Every storage
+    that an op in it makes counts once, on any device; an older one counts by its growth. Garbage collection is off:
+    what hangs in a reference cycle counts to the end.
     """
-    count, stock = Count(unit=unit), torch.UntypedStorage.resize_
+    count, stock = Count(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # which is no op, and which no mode sees
         before = storage.nbytes()
@@ -69,10 +66,7 @@ class _Counted:
 
 
 class Count(StorageMode):
-    """A mode that counts bytes alive of storages that ops make, and their peak, on a ``device`` (None: all but "meta").
-
-    An allocator rounds each storage up to a multiple of ``unit``.
-    """
+    """Count bytes alive of storages that ops make, rounded to ``unit``, on a ``device`` (None: all but "meta")."""
 
     def __init__(self, device: str | None = None, unit: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -37,7 +37,6 @@ R = TypeVar("R")
 #: Bytes of a CUDA generator's state: a seed and an offset.
 STATE_BYTES = 16
 
-
 _generator = SimpleNamespace(
     get_state=lambda device=None: torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu"),
     set_state=lambda state, device=None: None,

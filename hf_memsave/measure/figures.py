@@ -202,12 +202,9 @@ class Trace:
             return whole._replace(live=live, gradients=mine)
 
         return replace(
-            self,
-            places={place: moment(place, whole) for place, whole in self.places.items()},
-            parameters=self.parameters // parameters,
-            trained=self.trained // gradients,
-            states=self.states // states,
-        )
+            self, places={place: moment(place, whole) for place, whole in self.places.items()},
+            parameters=self.parameters // parameters, trained=self.trained // gradients, states=self.states // states,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures of :data:`FIGURES`, the timeline, and the bytes that each layer keeps, as plain data."""

@@ -56,9 +56,7 @@ _SHAPES: dict[str, tuple[Callable[[Any], tuple[int, ...]], str]] = {
 }
 
 
-def _make_others(
-    cls: Any, config: PreTrainedConfig, batch_size: int, seq_len: int, generator: torch.Generator
-) -> dict[str, Any]:
+def _make_others(cls: Any, config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> dict[str, Any]:
     takes, text = taken_by(cls), config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_target_positions", "max_position_embeddings"))
     length = min(seq_len, next(filter(None, limits), 16))  # else the tokens of a second of speech

@@ -64,13 +64,11 @@ def largest_of(
     return 8 * search(lambda n: needed(8 * n), memory, max(1, start // 8), most, {0: fixed})
 
 
-def search(
-    needed: Callable[[int], int], memory: int, start: int, most: int, known: Mapping[int, float] | None = None
-) -> int:
+def search(needed: Callable[[int], int], memory: int, start: int, most: int, given: Mapping[int, float] = {}) -> int:
     """Return the largest number up to ``most`` for which ``needed``, which rises, is at most ``memory``; or 0."""
     # Each question takes seconds. The next number is the last that fits by the line and by the parabola through the
     # nearest answers; the last two are one that fits, and the next one. A MeasureError: no model takes so much.
-    known = dict(known or {})  # what is needed for a number
+    known = dict(given)  # what is needed for a number
     low, high, guess = 0, most + 1, min(start, most)
 
     def is_too_much(number: int) -> bool:

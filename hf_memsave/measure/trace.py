@@ -51,20 +51,12 @@ def trace_step(
         seen.update(map(id, own))
         of_block[stack] = max(of_block.get(stack, 0), nbytes_of(own, device))
     return Trace(
-        places=count.places,
-        blocks=Counter(stack for stack, _ in count.blocks.values()),
-        parameters=parameters,
-        trained=nbytes_of([p for p in model.parameters() if p.requires_grad], device),
-        states=states,
-        of_block=of_block,
-        in_flight=count.queue.bound,
-        flops=count.flops,
-        by_kind=dict(count.by_kind),
-        by_module=dict(count.by_module),
-        model=type(model).__name__,
-        has_loss=has_loss,
+        places=count.places, blocks=Counter(stack for stack, _ in count.blocks.values()), of_block=of_block,
+        parameters=parameters, trained=nbytes_of([p for p in model.parameters() if p.requires_grad], device),
+        states=states, in_flight=count.queue.bound, flops=count.flops, by_kind=dict(count.by_kind),
+        by_module=dict(count.by_module), model=type(model).__name__, has_loss=has_loss,
         inputs={name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor)},
-    )
+    )  # fmt: skip
 
 
 def run_passes(
@@ -97,8 +89,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-#: Op -> a function that counts its operations: those of PyTorch's own counter, and one for products of each expert's
-#: rows with its own matrix.
+#: Op -> a function that counts its operations, as PyTorch's own counter; of products of each expert's rows, ours.
 FLOPS: dict[Any, Callable[..., int]] = {
     getattr(torch.ops.aten, "_grouped_mm", None): lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]
 } | flop_registry
@@ -160,13 +151,11 @@ class _Places(Count):
             self.places[self.place] = Moment(live, self.gradients, str(call.func))
 
     def __enter__(self) -> Any:
-        handles: list[Any] = [
-            *(block.register_forward_pre_hook(self._enter_block) for block in self.blocks),
-            *(block.register_forward_hook(self._leave_block) for block in self.blocks),
-            *(p.register_post_accumulate_grad_hook(self._accumulated) for p in self.waiting),
-        ]
-        for handle in handles:
-            self._undo.callback(handle.remove)
+        for block in self.blocks:
+            self._undo.callback(block.register_forward_pre_hook(self._enter_block).remove)
+            self._undo.callback(block.register_forward_hook(self._leave_block).remove)
+        for p in self.waiting:
+            self._undo.callback(p.register_post_accumulate_grad_hook(self._accumulated).remove)
         return super().__enter__()
 
     def _enter_block(self, module: nn.Module, args: Any) -> None:

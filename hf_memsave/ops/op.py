@@ -16,24 +16,18 @@ from hf_memsave.device import is_autocast
 
 @dataclass(frozen=True)
 class Op:
-    """One replacement of a module's forward.
+    """One replacement of a module's forward."""
 
-    Attributes:
-        name: Its name in reports.
-        forward: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock
-            class and ``patch.value`` the chosen value. It must draw random numbers as stock does.
-        check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
-        refuse: Returns why the value asked for is refused, with the remedy, or ""; a reason always ends in an error.
-        is_implied: It is not asked for by name: where another tool's forward runs instead, it is skipped, not an error.
-        replaces_stock: Its autograd nodes keep other tensors than stock's, which a first step counts instead.
-    """
-
-    name: str
+    name: str  # in reports
+    #: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock class and
+    #: ``patch.value`` the chosen value. It must draw random numbers as stock does.
     forward: Callable[..., Any]
+    #: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
     check: Callable[[nn.Module, Any], str] = lambda module, value: ""
+    #: Returns why the value asked for is refused, with the remedy, or ""; a reason always ends in an error.
     refuse: Callable[[nn.Module, Any], str] = lambda module, value: ""
-    is_implied: bool = False
-    replaces_stock: bool = False
+    is_implied: bool = False  # not asked for by name: where another tool's forward runs, it is skipped, not an error
+    replaces_stock: bool = False  # its nodes keep other tensors than stock's, which a first step counts instead
 
 
 def is_parametrized(module: nn.Module) -> bool:
@@ -46,9 +40,9 @@ def not_parametrized(module: nn.Module, value: Any) -> str:
     return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
 
 
-def autocast_low(x: Tensor) -> Tensor:
+def autocast_low(x: Any) -> Any:
     """Convert ``x`` as autocast would for a product; done before the product, it is recorded on the tape."""
-    if not is_autocast(x) or not x.is_floating_point() or x.dtype == torch.float64:
+    if x is None or not is_autocast(x) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

@@ -47,21 +47,13 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Found:
-    """The changes that a config makes to a model: ``refusals.check`` checks them, ``patch`` makes them.
+    """The changes that a config makes to a model: ``refusals.check`` checks them, ``patch`` makes them."""
 
-    Attributes:
-        sites: A line for each module that is changed, or skipped for a reason.
-        patches: Module -> the patch by which it gets another class.
-        recomputed: Linears and experts that run again in backward, and keep their classes.
-        before: The models that are patched already, each with its config.
-        errors: Errors for modules that cannot have what was asked for.
-    """
-
-    sites: list[SiteReport] = field(default_factory=list)
-    patches: dict[nn.Module, Patch] = field(default_factory=dict)
-    recomputed: set[nn.Module] = field(default_factory=set)
-    before: list[tuple[nn.Module, MemSaveConfig]] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    sites: list[SiteReport] = field(default_factory=list)  # a line for each module that is changed, or skipped
+    patches: dict[nn.Module, Patch] = field(default_factory=dict)  # by which modules get other classes
+    recomputed: set[nn.Module] = field(default_factory=set)  # linears and experts that run again, and keep theirs
+    before: list[tuple[nn.Module, MemSaveConfig]] = field(default_factory=list)  # models that are patched already
+    errors: list[str] = field(default_factory=list)  # for modules that cannot have what was asked for
 
     def add(self, name: str, module: nn.Module, op: str, reason: str = "") -> None:
         """Add ``module`` to the sites: patched by ``op``, or skipped for ``reason``."""
@@ -74,13 +66,10 @@ class Found:
 
 
 def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: int | None = None) -> Found:
-    """Return every module of ``model`` that ``config`` changes; the model is not touched.
+    """Return every module of ``model``, stock or patched, that ``config`` changes; the model is not touched.
 
-    Args:
-        model: Stock, or patched before.
-        config: What to change.
-        prefix: The path of ``model`` in the model that it is a part of; then only its ops are collected.
-        block: The number of the repeated block that ``model`` is a part of, if it is.
+    ``prefix`` is the path of ``model`` in the model that it is a part of: then only its ops are collected. ``block`` is
+    the number of the repeated block that it is a part of, if it is.
     """
     found = Found(before=patched_models(model))
     for name, module in model.named_modules():
@@ -203,14 +192,12 @@ def _why_hidden(module: nn.Module) -> str:
     return f"its forward was set by {tool}; what lies below is patched"  # under tapes of its own
 
 
-def _choice(
-    path: str, module: nn.Module, config: MemSaveConfig, block: int, root_is_layer: bool
-) -> tuple[str | None, Any]:
+def _choice(path: str, module: nn.Module, config: MemSaveConfig, block: int, is_layer: bool) -> tuple[str | None, Any]:
     """Return the op that replaces the forward of ``module``, and its value; None and None if the forward stays."""
     cls = stock_class(module)
     name = path_of(cls)
     if name in LINEARS:
-        is_wanted = config.linear is not None and is_sampled(path, config.linear, root_is_layer)
+        is_wanted = config.linear is not None and is_sampled(path, config.linear, is_layer)
         return ("wta_crs", config.linear) if is_wanted else (None, None)
     if name in HIDDEN:
         return HIDDEN[name], True

@@ -56,14 +56,7 @@ class CompiledBlocks:
         return len(_debug_get_cache_entry_list(self._code))
 
     def run(self, block: nn.Module, tape: Tape | None, args: Any, kwargs: Any) -> Any:
-        """Call the compiled forward of ``block``, with the hooks and modes of the tape taken off.
-
-        Returns:
-            The output of ``block``; NotImplemented if it is to run op by op.
-
-        Raises:
-            KeptTensorChangedError: The block ran compiled in its forward, and cannot as a checkpoint runs it again.
-        """
+        """Run ``block`` compiled, without the tape's hooks and mode; return NotImplemented if it is to run op by op."""
         if tape is not None and private.backward_id() < 0:
             return self._try(block, True, args, kwargs)
         call = private.checkpointed_call()

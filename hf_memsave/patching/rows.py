@@ -42,6 +42,7 @@ from hf_memsave.tape.dropout import DROPOUTS, drop, dropout_arguments, mask_as_b
 from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.handles import written
 from hf_memsave.tape.tape import MADE
+from hf_memsave.tape.tensors import nodes_before
 
 #: Rows of all sequences that run at a time where ``tiles="auto"``.
 ROWS = 4096
@@ -89,17 +90,10 @@ def reasons(module: nn.Module) -> list[str]:
 
 
 def run_in_rows(module: nn.Module, forward: Callable[..., Any], rows: int | str, args: Any, kwargs: Any) -> Any:
-    """Run ``forward(module, *args)`` on some rows at a time; return NotImplemented if it is to run whole.
+    """Return ``forward(module, *args)``, run on some rows at a time; NotImplemented if it is to run whole.
 
-    Args:
-        module: A submodule of a block that runs again, or the norm after the blocks.
-        forward: The forward of its stock class.
-        rows: Tokens of each sequence at a time; "auto": :data:`ROWS` of all sequences; "norm": by a chunk of the loss.
-        args: The arguments: to run in rows, tensors ``[*, H]`` of equally many rows.
-        kwargs: The keyword arguments: with any, it runs whole.
-
-    Returns:
-        The output ``[*, out]``.
+    ``rows`` are tokens of each sequence at a time; "auto": :data:`ROWS` of all sequences; "norm": by a chunk of the
+    loss. To run in rows, ``args`` are tensors ``[*, H]`` of equally many rows, and there are no ``kwargs``.
 
     Raises:
         CannotRunInRowsError: In backward, if it ran in rows in its forward and now cannot.
@@ -321,10 +315,8 @@ class _Cut(torch.autograd.Function):
 class _Masks(TorchFunctionMode):
     """A mode that runs dropouts of some rows with stock's masks, drawn for all rows at once and kept in bits.
 
-    Args:
-        count: How many rows there are.
-        parts: Indices of the rows that run together, in order.
-        again: Functions that draw each mask again, added as it is drawn for the first time. None drops nothing.
+    There are ``count`` rows, of which ``parts`` run together, in order. ``again`` has functions that draw each mask
+    again, added as it is drawn for the first time; None drops nothing.
     """
 
     frame = Frame({}, "seed")  # read by functions that draw for a tape
@@ -375,9 +367,6 @@ class _Masks(TorchFunctionMode):
         else:
             mask = known[self.number]()
         return [mask_as_bits(tape, mask[..., part, :].contiguous()) for part in self.parts]
-
-
-# Trying a module before it runs in rows.
 
 
 class _Watch(TorchDispatchMode):
@@ -441,9 +430,7 @@ class _Outcome(NamedTuple):
     of_weights: list[Tensor]  # gradients of those parameters
 
 
-def _step(
-    forward: Callable[..., Any], parameters: dict[str, Tensor], wants: Sequence[bool], xs: Sequence[Tensor], first: int
-) -> _Outcome:
+def _step(forward: Any, parameters: dict[str, Tensor], wants: list[bool], xs: Sequence[Tensor], first: int) -> _Outcome:
     """Run ``forward(*xs)`` and a backward, of rows from number ``first`` on; raise if it cannot run in rows."""
     xs = [x.clone().requires_grad_(want) for x, want in zip(xs, wants, strict=True)]
     y = forward(*xs)
@@ -451,7 +438,7 @@ def _step(
         raise CannotRunInRowsError(_OTHER)
     if any(x._version or x.untyped_storage()._cdata == y.untyped_storage()._cdata for x in xs):
         raise CannotRunInRowsError("it writes to its input, or hands it on")
-    leaves = _leaves_of(y)
+    leaves = {id(node.variable) for node in nodes_before([y]) if hasattr(node, "variable")}
     used = {name: p for name, p in parameters.items() if id(p) in leaves}
     if leaves - {id(one) for one in (*used.values(), *xs)}:
         raise CannotRunInRowsError("it computes with what wants a gradient, and is no parameter of its own")
@@ -461,17 +448,6 @@ def _step(
     with private.without_hooks(used.values()):
         found = torch.autograd.grad(y, [*wanted, *used.values()], dy) if leaves else ()
     return _Outcome([*used], [y.detach(), *found[: len(wanted)]], [*found[len(wanted) :]])
-
-
-def _leaves_of(y: Tensor) -> set[int]:
-    """Return the ids of all leaves in the graph of ``y``."""
-    todo, seen, found = [y.grad_fn], set[Any](), set[int]()
-    while todo:
-        if (node := todo.pop()) is not None and node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-            found |= {id(node.variable)} if hasattr(node, "variable") else set()
-    return found
 
 
 def _twin_of(module: Any, known: dict[nn.Module, Any]) -> Any:

@@ -59,9 +59,7 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
             tape.forget_call(tensor)
 
 
-def _arguments(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
-) -> Any:
+def _arguments(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
     rest = dict(zip(("dropout_p", "is_causal", "scale", "enable_gqa"), args, strict=False)) | kwargs
     return query, key, value, attn_mask, rest
 

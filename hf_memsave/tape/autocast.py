@@ -33,9 +33,7 @@ WIDENED_WITHIN = {
 }
 
 
-def converted(
-    convert: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def converted(convert: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments of a call, its tensors converted in autocast's order: from the last one to the first."""
     new_args = [convert(a) if isinstance(a, Tensor) else a for a in reversed(args)]
     return tuple(new_args[::-1]), {name: convert(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}

@@ -115,10 +115,8 @@ def _add_calls_before(storages: Storages, x: Tensor, found: dict[Content, None])
 
 
 def _with_ghosts(storages: Storages, call: Call, nbytes: int, depth: int) -> Call:
-    """Return ``call`` with ghosts for arguments, which know their own calls, ``depth`` steps back.
-
-    Arguments that are small beside the tensor of ``nbytes``, such as a row's mean, are kept until the sweep.
-    """
+    """Return ``call`` with ghosts for arguments, which know their own calls, ``depth`` steps back."""
+    # What is small beside the tensor of ``nbytes``, such as a row's mean, is kept until the sweep.
     small = max(min(TINY, nbytes // 8), nbytes // SMALL)
     func, found = call.func, []
 

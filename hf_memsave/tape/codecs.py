@@ -30,7 +30,6 @@ from hf_memsave.tape.tensors import is_dense
 SMALLEST = 4096
 #: Attribute of booleans' storage: a function that returns the tape that coded them, None once its forward is over.
 CODED_IN = "_memsave_coded_in"
-
 #: Fewest elements of a tensor that is coded: for fewer, a code is not worth its launches.
 SMALLEST_CODED = 512
 _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -116,10 +116,7 @@ class Content(Handle):
         return not self.reads or all(storage.nbytes() for storage in self.reads)
 
     def freed_by_keeping(self, version: int, calls: list[int]) -> int:
-        """Return the bytes that others would forget if the storage were kept as it is at ``version``.
-
-        The numbers of the calls on which that depends are added to ``calls``.
-        """
+        """Return the bytes that others would forget if this were kept at ``version``; add the calls that tell it."""
         freed = sum(part.nbytes_code for part in alive(self.parts))
         for one in alive(self.recomputable):
             if one.is_kept and (call := one.call) is not None:
@@ -131,10 +128,7 @@ class Content(Handle):
     # Changes of mind
 
     def become(self, make: Callable[..., Tensor], inputs: Any, named: Any = None, block: int = sys.maxsize) -> None:
-        """Recompute it by ``make(*inputs, **named)`` from now on: forget its tensor, and the call that made it.
-
-        ``block`` is the number of the block that asks. :meth:`builds_on` is told of inputs that are other contents.
-        """
+        """Recompute it by ``make(*inputs, **named)`` from ``block`` on; tell :meth:`builds_on` of other contents."""
         self.call, self.make, self.inputs, self.named = None, make, inputs, named
         self.tensor, self.is_handed_on, self.is_lossy, self.nbytes_code = None, False, False, 0
         self.is_kept = self.is_input
@@ -315,17 +309,14 @@ class KeptView(Handle):
 
 
 class Ghost(View):
-    """An argument of the call of a content that is kept: there, if others keep it or can give it back.
-
-    ``of`` is its content, weakly. ``maker`` has the call that made it, where that is known, with ghosts as arguments.
-    """
+    """An argument of the call of a content that is kept: there, if others keep it or can give it back."""
 
     __slots__ = ("of", "maker")
 
     def __init__(self, content: Content, tensor: Tensor) -> None:
         super().__init__(tensor)
         self.of = weakref.ref(content)
-        self.maker: Content | None = None
+        self.maker: Content | None = None  # has the call that made it, where that is known, with ghosts as arguments
 
 
 #: Of parameters and buffers: kept whatever the tape does, but written to by optimizers and freed by FSDP.
@@ -376,13 +367,11 @@ def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def with_ref(refs: Any, item: Any) -> Any:
-    """Return ``refs``, a list that this returned or an empty tuple, with a weak reference to ``item`` added.
-
-    The list has at most twice as many as are alive, or a few. A ``WeakSet`` takes several times as long.
-    """
+    """Return ``refs``, a list that this returned or an empty tuple, with a weak reference to ``item`` added."""
     if not refs:
         return [weakref.ref(item)]
-    if len(refs) >= 8 and len(refs) & (len(refs) - 1) == 0:  # a power of two
+    # At powers of two the dead are left out. (A ``WeakSet`` takes several times as long.)
+    if len(refs) >= 8 and len(refs) & (len(refs) - 1) == 0:
         refs[:] = [ref for ref in refs if ref() is not None]
     refs.append(weakref.ref(item))
     return refs

@@ -46,8 +46,7 @@ _SATURATION = 1.7580993408473766
 #: Bytes of a state of CPU's generator.
 _STATE = 5056
 _ALPHA = frozenset({F.alpha_dropout, torch.alpha_dropout})
-#: Dropouts of whole channels -> dimensions of a batch: any other input, stock refuses or takes for one sample, which it
-#: puts into a batch.
+#: Dropouts of whole channels -> dimensions of a batch: any other input, stock refuses or takes for one sample.
 _OF_CHANNELS = {F.dropout1d: 3, F.dropout2d: None, F.dropout3d: 5, torch.feature_dropout: None}
 
 
@@ -78,9 +77,7 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return func(*args, **kwargs)
 
 
-def dropout_arguments(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None
-) -> Any:
+def dropout_arguments(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False, train: Any = None) -> Any:
     """Return input, p, training and inplace of a call of any plain dropout, as stock reads them."""
     p = float(p) if isinstance(p, Tensor) else p
     return input, p, training if train is None else train, inplace
@@ -92,20 +89,11 @@ def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor
     return noise
 
 
-def drawn(
-    tape: Tape, like: Tensor, p: float, dtype: torch.dtype, is_scaled: bool = True
-) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
-    """Draw what stock's dropout multiplies ``like`` with on CPU, as stock draws it; return how to recompute it too.
+def drawn(tape: Tape, like: Tensor, p: float, dtype: torch.dtype, is_scaled: bool = True) -> Any:
+    """Return ``noise``, ``again`` and ``kept``: ``again(*kept)`` is ``noise``, to the bit.
 
-    Args:
-        tape: The ``dropout`` of its frame says what to keep.
-        like: The dropout's input, dense; what is drawn is the same for any dtype.
-        p: The probability of a zero, between 0 and 1.
-        dtype: That of ``noise``.
-        is_scaled: Whether elements that are not zero are 1 / (1 - p); else they are 1.
-
-    Returns:
-        ``noise``, ``again`` and ``kept``: ``again(*kept)`` is ``noise``, to the bit.
+    That is what stock's dropout multiplies dense ``like`` with on CPU, drawn as stock draws it, and equal in any
+    ``dtype``. Elements that are not zero are 1 / (1 - p) if it ``is_scaled``, else 1. The frame says what to keep.
     """
     how = tape.frame.dropout
     nbytes = like.numel() * dtype.itemsize if how == "seed" else like.numel() // 8
@@ -131,22 +119,12 @@ def mask_as_bits(tape: Tape, mask: Tensor, scaled: Any = None) -> tuple[Callable
     return again, tape.frame.coders.pack_bits(mask if mask.is_contiguous() else mask.as_strided((mask.numel(),), (1,)))
 
 
-class _Private(threading.local):
-    """A CPU generator for each thread: drawing from a kept state leaves the model's own generator alone."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator("cpu")
-
-
-_private = _Private()
-
-
 def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
     """Return whether ``drawn`` came from ``state``: not if another thread drew after the reading of the state."""
     # So many elements are drawn again that another draw gives the same ones by chance once in e^32 times.
     count = min(drawn.numel(), math.ceil(16 / (p * (1 - p))))
     try:
-        generator = _private.generator.set_state(state)
+        generator = torch.Generator("cpu").set_state(state)  # the model's own is left alone
         again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=generator)
         return torch.equal(drawn.as_strided((count,), (1,)), again)
     except RuntimeError:
@@ -158,7 +136,7 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
 def _redraw(state: Tensor, like: Blank, p: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
     with outside_transforms():
         mask = torch.empty_strided(like.shape, like.stride, dtype=torch.uint8, device="cpu")
-        return scaled(mask.bernoulli_(1 - p, generator=_private.generator.set_state(state)))
+        return scaled(mask.bernoulli_(1 - p, generator=torch.Generator("cpu").set_state(state)))
 
 
 def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, scaled: Any) -> Tensor:
@@ -166,9 +144,7 @@ def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, scaled:
     return mask if scaled is None else scaled(mask.view(torch.uint8))  # PyTorch converts booleans slowly
 
 
-# On CUDA, F.dropout is one fused kernel that returns its boolean mask too.
-
-#: Held while a device's default generator is read or lent.
+#: On CUDA, where F.dropout is one fused kernel: held while a device's default generator is read or lent.
 TURN = threading.RLock()
 
 

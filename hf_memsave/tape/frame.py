@@ -11,27 +11,19 @@ from hf_memsave.tape.bits import CODERS, Coders
 
 
 class Frame(NamedTuple):
-    """Settings of a tape for as long as one forward, block or operation runs.
+    """Settings of a tape for as long as one forward, block or operation runs."""
 
-    Attributes:
-        table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
-        dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), what is
-            quicker ("auto") or, beside codes and recomputed linears, smaller ("small"), "stock".
-        coders: What packs bits and codes.
-        recomputed: Weights whose products are recomputed: each a dict of a module's attributes, and a name in it.
-        head: The linear whose logits may be computed later; ``logits(head, x, weight, bias)`` returns them.
-        coder: Called first with each tensor that autograd asks to keep; what it returns, if anything, goes on the tape.
-        replaces_stock: The operation that runs is not stock's (:mod:`~hf_memsave.tape.as_stock`).
-        is_in_attention: The call is SDPA; ``is_in_loss``: a loss of probabilities. Codecs take more bits there.
-    """
-
-    table: Mapping[Any, Any]
+    table: Mapping[Any, Any]  # function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``
+    #: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), what is quicker
+    #: ("auto") or, beside codes and recomputed linears, smaller ("small"), "stock".
     dropout: str = "auto"
-    coders: Coders = CODERS
+    coders: Coders = CODERS  # what packs bits and codes
+    #: Weights whose products are recomputed: each a dict of a module's attributes, and a name in it.
     recomputed: Sequence[tuple[dict[str, Any], str]] = ()
-    head: nn.Module | None = None
-    logits: Any = None
+    head: nn.Module | None = None  # the linear whose logits may be computed later
+    logits: Any = None  # ``logits(head, x, weight, bias)`` returns these
+    #: Called first with each tensor that autograd asks to keep; what it returns, if anything, goes on the tape.
     coder: Callable[[Tensor], Any] | None = None
-    replaces_stock: bool = False
-    is_in_attention: bool = False
-    is_in_loss: bool = False
+    replaces_stock: bool = False  # the operation that runs is not stock's: see as_stock.py
+    is_in_attention: bool = False  # the call is SDPA, in which codecs take more bits
+    is_in_loss: bool = False  # the call is a loss of probabilities, in which they do too

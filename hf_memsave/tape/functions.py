@@ -200,7 +200,6 @@ _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:
               "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
 _WRITE_ALL = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
 _WRITE_UNSEEN = [name for name in dir(torch) if name.startswith(("_fused_", "_amp_")) and name.endswith("_")]
-_HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hardsigmoid".split()]
 
 #: Function -> handler, of cheap functions and of functions that write to their arguments.
 CHEAP: dict[Any, Handler] = {
@@ -221,5 +220,5 @@ CHEAP: dict[Any, Handler] = {
     Tensor.__eq__: new,  # modules have one, too
     **{f: wide(n, False) for n, names in WIDENED.items() for f in named(names, torch, Tensor, F, torch.special)},
     **{f: wide(n, True) for n, names in WIDENED_WITHIN.items() for f in named(names, torch, Tensor, F, torch.special)},
-    **dict.fromkeys(_HAVE_INPLACE, may_write),
+    **dict.fromkeys(named("silu elu selu celu mish hardswish hardsigmoid".split(), F), may_write),
 }

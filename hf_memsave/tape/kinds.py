@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from hf_memsave.tape.private import modules_that_run, next_number, sequence_number
 
 #: Kinds of op, in the order tables and pictures show them.
-KINDS_OF_OPS = (
-    "linear", "attention", "norm", "activation", "dropout", "cast", "residual", "embedding", "loss", "other",
-)  # fmt: skip
+KINDS_OF_OPS = tuple("linear attention norm activation dropout cast residual embedding loss other".split())
 _BY_OP = {
     "linear": {"addmm", "mm", "bmm", "linear", "convolution", "baddbmm"},
     "norm": {"nativelayernorm", "nativegroupnorm", "nativebatchnorm", "fusedrmsnorm", "rsqrt"},
@@ -55,8 +53,6 @@ WORDS = {
 }  # fmt: skip
 #: Kinds of a tensor's maker that tell less than the op that asked to keep the tensor.
 _VAGUE = ("linear", "cast", "other")
-
-
 #: Kind of the states of generators, which a checkpoint keeps to draw again.
 STATE = WORDS["state"]
 

@@ -13,7 +13,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -25,7 +25,7 @@ from hf_memsave.tape.content import COUNTED, Content, alive, is_parameter
 from hf_memsave.tape.kinds import STATE, Makers
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import checkpoint_frame, tree_leaves
-from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.tensors import is_plain, nodes_before
 
 #: Kind of the tensors that PyTorch's selective checkpointing keeps.
 SELECTED = "selective checkpointing"
@@ -54,31 +54,21 @@ class _Entry:
 
 
 class Ledger:
-    """Count storages once each, by what became of them when the forward had ended.
-
-    Attributes:
-        avoided: Bytes that stock keeps and we do not, by kind of op; below zero for what is kept instead.
-        kept: Bytes that are kept on the device, by what made them.
-        offloaded: Bytes that are kept in main memory, by what made them.
-        nbytes_recomputed: Bytes that would be kept in addition if no linear was recomputed.
-        nbytes_moved: Bytes that the caller's gradient checkpointing moves to main memory, in stock too.
-        is_counted: A forward was counted; the numbers are zero before.
-        is_checkpointed_in_stock: The caller has turned on gradient checkpointing, which recomputes whole blocks.
-        is_loss_chunked: Logits were computed in chunks.
-        is_on_cpu: The model is on a CPU, whose memory is main memory.
-        is_trial: The forward was no training step: the first one of a training step is still counted.
-        told: For each training step that was counted, a number for the set of parameters that it trained.
-        uncounted: Why the forward, or what stock keeps of it, was not counted; empty where both were.
-    """
+    """Count storages once each, by what became of them when the forward had ended."""
 
     def __init__(self) -> None:
-        self.avoided: Counter[str] = Counter()
-        self.kept: Counter[str] = Counter()
-        self.offloaded: Counter[str] = Counter()
-        self.nbytes_recomputed = self.nbytes_moved = 0
-        self.is_counted = self.is_checkpointed_in_stock = self.is_loss_chunked = self.is_trial = self.is_on_cpu = False
-        self.uncounted = ""
-        self.told: list[int] = []
+        self.avoided: Counter[str] = Counter()  # bytes that stock keeps and we do not, by kind; < 0: kept instead
+        self.kept: Counter[str] = Counter()  # bytes that are kept on the device, by what made them
+        self.offloaded: Counter[str] = Counter()  # bytes that are kept in main memory, by what made them
+        self.nbytes_recomputed = 0  # that would be kept in addition if no linear was recomputed
+        self.nbytes_moved = 0  # that the caller's gradient checkpointing moves to main memory, in stock too
+        self.is_counted = False  # a forward was counted; the numbers are zero before
+        self.is_checkpointed_in_stock = False  # the caller has gradient checkpointing on, which recomputes whole blocks
+        self.is_loss_chunked = False  # logits were computed in chunks
+        self.is_on_cpu = False  # the model is on a CPU, whose memory is main memory
+        self.is_trial = False  # the forward was no training step: the first one of a training step is still counted
+        self.told: list[int] = []  # for each training step that was counted, a number for what parameters it trained
+        self.uncounted = ""  # why the forward, or what stock keeps of it, was not counted; empty where both were
         self.forget()
 
     def note(self, tensor: Tensor, content: Content | None = None, asked_by: Any = None) -> _Entry:
@@ -109,8 +99,7 @@ class Ledger:
             entry.is_given = True
 
     def _of(self, tensors: Iterable[Tensor]) -> list[_Entry]:
-        plain = [x for x in tensors if is_plain(x) and x.layout is torch.strided and not is_parameter(x)]
-        return [self.note(x) for x in plain]
+        return [self.note(x) for x in tensors if is_plain(x) and x.layout is torch.strided and not is_parameter(x)]
 
     def note_code(self, code: Content, name: str) -> None:
         """Note that ``code`` keeps less instead of a tensor."""
@@ -144,7 +133,8 @@ class Ledger:
         """Count what is kept, now that the forward has returned ``out``."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
-        self.nbytes_recomputed, self.nbytes_moved, nodes = self.recomputed, 0, [*_nodes_of(out)]
+        self.nbytes_recomputed, self.nbytes_moved = self.recomputed, 0
+        nodes = list(nodes_before(x for x in _leaves(out) if isinstance(x, Tensor)))
         for frame in ({ref() for ref in self._frames} | {f for node in nodes for f in _frames_of(node)}) - {None}:
             for entry in self._of(_selected(frame)):
                 entry.note_holder(frame, is_asked=True)
@@ -203,18 +193,6 @@ def _is_away(code: Content) -> bool:
     parts = [code] if code.is_handed_on else code.inputs
     packed = [part.inputs[0] for part in parts if type(part) is Content and part.is_handed_on]
     return any(type(one) is tuple and len(one) > 0 and isinstance(one[0], Away) for one in packed)
-
-
-def _nodes_of(out: Any) -> Iterator[Any]:
-    """Yield the autograd nodes that a forward's output depends on, each once."""
-    todo: list[Any] = [x.grad_fn for x in _leaves(out) if isinstance(x, Tensor)]
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [before for before, _ in node.next_functions]
-            yield node
 
 
 def _held_by(node: Any) -> list[Tensor]:

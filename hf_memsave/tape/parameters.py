@@ -27,9 +27,8 @@ CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.
 class Sharded(Content):
     """The content of a parameter whose storage a sharding engine fills, empties and moves.
 
-    Attributes:
-        is_per_module: It is there only while its own module runs, forward or backward, and not as long as its block.
-        gather: Function that has the engine bring it back in backward; None where the engine cannot.
+    One that ``is_per_module`` is there only while its own module runs, forward or backward, and not as long as its
+    block. ``gather`` has the engine bring it back in backward; None where the engine cannot.
     """
 
     is_sharded = True

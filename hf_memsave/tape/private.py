@@ -41,6 +41,8 @@ _is_in_batch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_bat
 no_modes = torch._C.DisableTorchFunction
 #: Copies each tensor of a list into the one at its place in another, on CUDA in one launch.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+#: SDPA's own softmax of scores, over the last dimension: rows that may see nothing give zeros.
+safe_softmax: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch._safe_softmax, dim=-1)
 #: A view that is the negative of what its storage has.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 #: Ops that autograd calls: a conversion, a view that it does not know for one; softmaxes, and where their dimension is.
@@ -75,8 +77,7 @@ _hooks_of_all: tuple[Any, ...] = (
     torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_backward_pre_hooks, torch.nn.modules.module._global_backward_hooks,
 )  # fmt: skip
-#: Contexts in which ``__torch_function__`` of tensor subclasses is off, or on; whether it is on (not in a backward that
-#: one of them has called).
+#: Contexts in which tensor subclasses' ``__torch_function__`` is off, or on; whether it is (not in a backward by one).
 no_subclasses, all_subclasses = torch._C.DisableTorchFunctionSubclass, torch._C._EnableTorchFunction
 asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
@@ -138,11 +139,6 @@ def is_cudnn(*args: Any, **kwargs: Any) -> bool:
     return bool(torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.CUDNN_ATTENTION.value)
 
 
-def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return SDPA's own softmax, over the last dimension: rows that may see nothing give zeros."""
-    return torch._safe_softmax(scores, -1)
-
-
 def no_dispatch() -> contextlib.AbstractContextManager[Any]:
     """Enter a context in which no dispatch mode sees calls, unless tensors are fake: a mode makes them so."""
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -179,9 +175,8 @@ def is_only_mode(mode: TorchFunctionMode) -> bool:
 def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
     """Return what ``torch.utils.checkpoint``, if ``hooks`` (or the innermost ones) are its own, knows of its call.
 
-    Returns:
-        An object that is the same in every run of the call, and one for this run, which lives until it ends; None and
-        None outside of a non-reentrant checkpoint.
+    That is an object that is the same in every run of the call, and one for this run, which lives until it ends; None
+    and None outside of a non-reentrant checkpoint.
     """
     hooks = innermost_hooks() if hooks is None else hooks
     pack = None if hooks is None else inspect.unwrap(hooks[0])

@@ -71,9 +71,7 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return out
 
 
-def record_if_chosen(
-    tape: Tape, out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def record_if_chosen(tape: Tape, out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Record ``out`` to be recomputed if the frame names a weight among the arguments; return whether it was."""
     is_chosen = any(isinstance(a, Tensor) and _is_chosen(tape, a) for a in reversed(args))
     return is_chosen and record_recomputed(tape, out, func, args, kwargs)
@@ -98,9 +96,7 @@ def gathered(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     return out if out._is_view() or record_recomputed(tape, out, func, args, kwargs) else out
 
 
-def record_recomputed(
-    tape: Tape, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def record_recomputed(tape: Tape, out: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Record ``out`` to be recomputed by ``func(*args, **kwargs)`` under the autocast of now; return whether it was."""
     parts, gathers = parts_of(out), gathers_of(tape, args)
     if gathers is None:

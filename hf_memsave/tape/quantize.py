@@ -132,10 +132,7 @@ def _decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torc
 
 
 def _groups(x: Tensor, is_finite: Tensor, form: Format) -> tuple[Tensor, ...]:
-    """Return of each block ``[blocks, 1]``: whether it is mixed, a, b and M, the middle, and the side of M's group.
-
-    That is 1 if numbers above the middle are of M's group, 0 if others are, and -1 if there is one group.
-    """
+    """Return of each block ``[blocks, 1]``: whether it is mixed, a, b and M, the middle, and the side of M's group."""
     if _may_hold(~is_finite):
         low, high = x.where(x.isfinite(), torch.inf), x.where(x.isfinite(), -torch.inf)
         low, high = low.amin(1, keepdim=True), high.amax(1, keepdim=True)
@@ -150,6 +147,7 @@ def _groups(x: Tensor, is_finite: Tensor, form: Format) -> tuple[Tensor, ...]:
     is_low = high > -low  # which one is nearer to 0, and needs finer steps
     near, far = below - low, high - above
     near, far = near.where(is_low, far), far.where(is_low, near)
+    # The side is 1 if numbers above the middle are of M's group, 0 if others are, and -1 if there is one group.
     has_two = (near < step) & (far <= (form.far - 1) * step)
     nearer = above.where(has_two & ~is_low, low), below.where(has_two & is_low, high)
     return has_two | ~is_finite, *nearer, high.where(is_low, low), middle, is_low.int().where(has_two, -1)

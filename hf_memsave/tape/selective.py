@@ -34,12 +34,6 @@ from hf_memsave.tape.tape import MADE, Tape
 from hf_memsave.tape.tensors import is_dense, place_of, with_stride
 
 
-def _coded(tape: Tape, code: Callable[[Tensor], Handle | None], func: Any, args: Any, kwargs: Any) -> Any:
-    """Run one operation; for each tensor that it asks to keep, ``code`` chooses what goes on the tape."""
-    with tape.using(coder=code):
-        return func(*args, **kwargs)
-
-
 def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``F.conv1d`` to ``3d`` and ``F.conv_transpose1d`` to ``3d``: keep no x where the weight is frozen."""
     if len(args) < 2 or not tape.is_innermost():
@@ -54,7 +48,8 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
     def code(tensor: Tensor) -> Handle | None:
         return None if tensor.untyped_storage() is storage else Blank(tensor)
 
-    return _coded(tape, code, func, args, kwargs)
+    with tape.using(coder=code):
+        return func(*args, **kwargs)
 
 
 @sees_writes
@@ -90,7 +85,8 @@ def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
     """Handle average pools and paddings, whose backward reads nothing of what they keep but its shape."""
     if not args or not tape.is_innermost():
         return func(*args, **kwargs)
-    y = _coded(tape, Blank, func, args, kwargs)
+    with tape.using(coder=Blank):
+        y = func(*args, **kwargs)
     is_same = func is F.pad and type(y) in MADE and y.dtype is args[0].dtype  # else autocast has converted its input
     if is_same and y.untyped_storage() is not args[0].untyped_storage():
         tape.record(y, func, args, kwargs)
@@ -113,7 +109,8 @@ def max_pool(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         windows = Windows(shape[-rank:], *(np.broadcast_to(option, rank).tolist() for option in options))
         return tape.keep_instead(tensor, windows.places(tensor), partial(windows.indices, stride=tensor.stride()))
 
-    return _coded(tape, code, func, args, kwargs)
+    with tape.using(coder=code):
+        return func(*args, **kwargs)
 
 
 class Windows:
@@ -191,7 +188,8 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     side = make(*args[1 : 1 + count], **bounds)
     if side is None or not tape.is_innermost():
         return func(*args, **kwargs)
-    y = _coded(tape, partial(_as_side, tape, side), func, args, kwargs)
+    with tape.using(coder=partial(_as_side, tape, side)):
+        y = func(*args, **kwargs)
     if not is_in_place and type(y) in MADE:
         tape.record(y, func, args, kwargs)
     return y

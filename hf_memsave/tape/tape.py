@@ -71,14 +71,9 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 class Tape(Storages, TorchFunctionMode):
     """``with Tape(Frame(table)): block(x)`` notes calls of functions in ``table``, and keeps what costs least.
 
-    Args:
-        frame: What holds for the calls outside of any block or operation that says otherwise.
-        codec: Codes what has to be kept; None keeps it as it is.
-        inputs: What the caller holds until backward: it costs nothing.
-        ledger: Told of every tensor that autograd asks to keep.
-        calls: Knows which calls earlier forwards of the same module had no use for.
-        mark_of: What to mark the storage of a parameter with, where a sharding engine may own it.
-        below: Hooks to be entered with it, which are outside of it.
+    ``codec`` codes what has to be kept; None keeps it as it is. ``inputs`` are what the caller holds until backward,
+    which costs nothing. ``calls`` are what earlier forwards of the same module had no use for. ``below`` are hooks to
+    be entered with it, which are outside of it.
     """
 
     def __init__(
@@ -153,9 +148,7 @@ class Tape(Storages, TorchFunctionMode):
 
     # What was made, and from what
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():  # a part of the model is compiled: none of this may be traced into its graph
             return func(*args, **(kwargs or {}))
         if types and types != _ONE_TENSOR and are_asked(types):
@@ -353,11 +346,7 @@ class Tape(Storages, TorchFunctionMode):
                 code.forget_code(content)
 
     def recompute(self, content: Content, storage: Any) -> Content:
-        """Have ``content`` recomputed from now on: the arguments of its call become handles.
-
-        Returns:
-            The content that gives it: its own, or an equal conversion of the same input.
-        """
+        """Recompute ``content`` from now on, of handles; return what gives it: it, or an equal cast of one input."""
         # Autocast converts an input for each product that takes it: as one content, so that backward converts once.
         call, parts, first = content.call, content.parts, None
         func = call.func

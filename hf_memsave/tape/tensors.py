@@ -1,11 +1,11 @@
-"""Geometry and classes of tensors, and which arguments of a call are tensors."""
+"""Geometry, classes and graphs of tensors, and which arguments of a call are tensors."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,17 @@ def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (v for v in value if isinstance(v, Tensor))
+
+
+def nodes_before(tensors: Iterable[Tensor], seen: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the autograd nodes that ``tensors`` depend on, each once, but not through those ``seen`` already."""
+    known: set[Any] = {None, *seen}
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while todo:
+        if (node := todo.pop()) not in known:
+            known.add(node)
+            todo += [before for before, _ in node.next_functions]
+            yield node
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -103,9 +103,7 @@ def _of_each(has_odd: Tensor, n: int) -> Tensor:
 
 class _FewBit(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], name: str, bits: int, is_taped: bool, is_fused: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Any, name: str, bits: int, is_taped: bool, is_fused: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x.detach() if is_taped else _codes(x, name, bits, is_fused))
         ctx.forward, ctx.table, ctx.is_fused = forward, (name, bits), is_fused

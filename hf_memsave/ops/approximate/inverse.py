@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,24 +54,19 @@ class InverseFit(NamedTuple):
     """The fit of one activation, with the coefficients of P_left and P_right, the one of s⁰ first."""
 
     turn: float  # T
-    minimum: tuple[float, float]  # f(T), as an fp32 number and the rest
+    minimum: Sequence[float]  # f(T), as an fp32 number and the rest
     cut: float  # the largest y that ``right`` is for
-    left: tuple[float, ...]
-    right: tuple[float, ...]
+    left: Sequence[float]
+    right: Sequence[float]
 
     def ulp(self, dtype: torch.dtype) -> float:
         """Return the distance between neighbouring numbers of ``dtype`` at the minimum."""
         return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(-self.minimum[0]))
 
 
-def _read(fit: dict[str, Any]) -> InverseFit:
-    values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in fit.items()}
-    return InverseFit(**values)
-
-
 _TEXT = files(__package__).joinpath("inverse_fits.json").read_text(encoding="utf-8")
 #: Fits of all activations, by name, written by ``scripts/bench/fit_inverse.py``.
-FITS = {name: _read(fit) for name, fit in json.loads(_TEXT).items()}
+FITS = {name: InverseFit(**fit) for name, fit in json.loads(_TEXT).items()}
 
 
 def slope(y: Tensor, left: Tensor, fit: InverseFit, ulp: float) -> Tensor:
@@ -87,7 +82,7 @@ def wide(y: Tensor) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32))
 
 
-def _polynomial(coefficients: tuple[float, ...], s: Tensor) -> Tensor:
+def _polynomial(coefficients: Sequence[float], s: Tensor) -> Tensor:
     total = torch.full_like(s, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total.mul_(s).add_(coefficient)

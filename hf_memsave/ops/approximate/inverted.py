@@ -69,9 +69,7 @@ class _Inverted(torch.autograd.Function):
     """The activation of :func:`inverted`; ``kernel`` is its name among kernels, None where they do not run."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit, in_y: bool, kernel: str | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Any, fit: InverseFit, in_y: bool, kernel: str | None) -> Tensor:
         bits = None
         if kernel is not None:
             y, bits = kernels().inverted_forward(x, kernel, fit.turn, in_y)

@@ -58,8 +58,7 @@ class Normed(NamedTuple):
 
 def is_well(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return for each element of γ and β whether x̂ can be computed from y accurately enough."""
-    # Below 8 times tiny, γ makes much of y subnormal. As no x̂ of H numbers is above √H, y does not overflow where |β|
-    # is at most |γ|, and 2 √H |γ| is finite.
+    # Below 8 tiny, γ makes much of y subnormal. No x̂ is above √H: y does not overflow if |β| <= |γ| and 2 √H |γ| < ∞.
     size, finite = weight.abs(), torch.finfo(weight.dtype)
     least, most = 8 * finite.tiny, finite.max / (2 * weight.numel() ** 0.5)
     return (size >= (least if bias is None else bias.abs().clamp(min=least))) & (size <= most)
@@ -163,8 +162,7 @@ def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
         return patch.stock.forward(module, input)
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     given = [t for t in (input, weight, bias) if t is not None]
-    # Where x and γ differ in dtype, the gradient of the wider one would get the rounding of y; and autocast would keep
-    # a wider y than x.
+    # Where x and γ differ in dtype, the wider one's gradient would get y's rounding; autocast would keep a wider y.
     if (
         weight is None or input.dtype != weight.dtype or (is_autocast(input) and input.dtype in HALVES)
         or not any(t.requires_grad for t in given) or not all(map(is_plain, given))

@@ -41,8 +41,7 @@ def sign_bit(
     x: Tensor, name: str, forward: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Run ``F.linear(forward(x), weight, bias)`` of x ``[*, in]``, where ``forward`` is the activation ``name``."""
-    low = None if bias is None else autocast_low(bias)
-    return _SignBit.apply(x, forward, FITS[name], autocast_low(weight), low)
+    return _SignBit.apply(x, forward, FITS[name], autocast_low(weight), autocast_low(bias))
 
 
 class SignBit(nn.Module):
@@ -75,9 +74,7 @@ class SignBit(nn.Module):
 
 class _SignBit(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Any, fit: InverseFit, weight: Tensor, bias: Tensor | None) -> Tensor:
         left = x < fit.turn
         y = forward(x)
         k = y - offset(fit)

@@ -35,13 +35,9 @@ def suits(node: Any, z: Tensor) -> bool:
 
 
 def loss_and_gradient(z: Tensor, target: Tensor, ignored: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute fp32 losses ``[T]`` of logits ``[T, V]``; write the gradient of their sum over ``count`` into the logits.
+    """Return fp32 losses ``[T]`` of logits ``[T, V]``, and the gradient of their sum over ``count``, written over z.
 
-    Returns:
-        The losses, not divided, and the gradient; both are zero in rows whose class is ``ignored``.
-
-    Raises:
-        RuntimeError: A target is no class; on CUDA, as in stock, its kernels raise.
+    Both are zero in rows whose class is ``ignored``. A target that is no class raises; on CUDA, as in stock, a kernel.
     """
     if has_numbers(z):  # the kernel would take such a target for one that is ignored
         index = target.where(target != ignored, 0).unsqueeze(-1)

@@ -60,10 +60,9 @@ class Joint:
 
 
 def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Tensor, Joint | None]:
-    """Return where a function of ``x`` sends its gradient; ``parameter`` is None for one that never comes first.
+    """Return the tensor to take instead of x, of its shape and without its numbers, and the joint to add to.
 
-    Returns:
-        The tensor to take instead of x, of its shape and without its numbers, and the joint to add to; or x and None.
+    That is x itself and None where autograd sums. ``parameter`` is None for a function that never comes first.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x, None

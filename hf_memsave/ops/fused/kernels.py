@@ -68,15 +68,9 @@ def why_not(model: nn.Module) -> str:
 def fused(run: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor, kept: slice = slice(None)) -> Tensor:
     """Return ``run(*tensors)``, differentiable once, as one call that the tape can run again.
 
-    Args:
-        run: Returns the result, or a tuple of it and of further tensors to keep for backward.
-        back: Called with flags of the gradients wanted, the incoming gradient and the kept tensors; returns gradients
-            of the first tensors, and maybe more.
-        *tensors: The arguments of ``run``.
-        kept: Which of ``tensors`` backward needs.
-
-    Returns:
-        The result.
+    ``run`` returns the result, or a tuple of it and of tensors to keep for backward, beside those ``kept`` of its own.
+    ``back`` is called with flags of the gradients wanted, the incoming gradient and the kept tensors; it returns
+    gradients of the first tensors, and maybe more.
     """
     with no_modes():
         out: Tensor = _Fused.apply(run, back, kept, *tensors)

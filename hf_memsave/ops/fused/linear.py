@@ -103,10 +103,8 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
 
 
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
-    """Tell the next linears that x in autocast's dtype is ``low``.
-
-    The call that ``made`` it is recorded when one takes it: maybe in the next block, where these calls are forgotten.
-    """
+    """Tell the next linears that x in autocast's dtype is ``low``."""
+    # The call that made it is recorded when one takes it: maybe in the next block, where these calls are forgotten.
     versions = [] if made is None else [argument._version for argument in made[1]]
     tape.memo[give_low] = weakref.ref(x), Low(low, x._version), made, versions
 

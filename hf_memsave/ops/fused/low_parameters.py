@@ -32,14 +32,10 @@ class Low(NamedTuple):
 
 
 class LowParameters:
-    """The parameters that one forward, or one backward, has converted.
-
-    Args:
-        groups: A ``WeakIdKeyDictionary``: the first parameter of each known group -> weak references to the others.
-    """
+    """The parameters that one forward, or one backward, has converted."""
 
     def __init__(self, groups: Any) -> None:
-        self._groups = groups
+        self._groups = groups  # weakly: the first parameter of each known group -> weak references to the others
         self._block: Any = None
         self._ready: dict[int, Low] = {}
         self._group: list[weakref.ref[Tensor]] = []  # an error in backward leaves this behind

@@ -79,7 +79,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows = rows_of_chunk(call.words * (dtype.itemsize + 2 * wide.itemsize), hidden)
 
         def dz_of(z: Tensor, part: Part) -> Tensor:
-            losses[part.here], dz = _of_chunk(call, node, z, target[part.here], ignored, count)
+            losses[part.here], dz = _of_chunk(call.fuses_loss, node, z, target[part.here], ignored, count)
             return dz
 
         wanted, parts = call.wanted(), parts_of(x.place.flat, rows, hidden)
@@ -123,15 +123,9 @@ def _gradient(z: Tensor, target: Tensor, dy: Tensor, divisor: Tensor | None, ign
 
 
 def in_chunks(
-    call: HeadCall,
-    hidden: Tensor,
-    parts: Iterable[Part],
-    wanted: Sequence[Tensor],
-    dz_of: Callable[[Tensor, Part], Tensor],
-    wants_dx: bool,
-    rows: int,
-    node: Node = LOGITS,
-) -> tuple[Tensor | None, list[tuple[Tensor, ...]]]:
+    call: HeadCall, hidden: Tensor, parts: Iterable[Part], wanted: Sequence[Tensor],
+    dz_of: Callable[[Tensor, Part], Tensor], wants_dx: bool, rows: int, node: Node = LOGITS,
+) -> tuple[Tensor | None, list[tuple[Tensor, ...]]]:  # fmt: skip
     """Return the gradient of a head's input, and what is kept of its parameters'; ``dz_of`` computes a part's dz."""
     hidden = hidden.detach().reshape(-1, hidden.shape[-1])
     empty = torch.empty_like if rows == len(hidden) else torch.zeros_like  # where some rows are in no part
@@ -166,11 +160,9 @@ def rows_of_chunk(of_row: int, x: Tensor) -> int:
     return max(rows // TILE * TILE, ROWS if memory is None or ROWS * of_row <= memory // _PART else TILE)
 
 
-def _of_chunk(
-    call: HeadCall, node: Node, z: Tensor, target: Tensor, ignored: int, count: Tensor
-) -> tuple[Tensor, Tensor]:
+def _of_chunk(fuses: bool, node: Node, z: Tensor, target: Tensor, ignored: int, count: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's loss, and its gradient over ``count`` in the dtype of z: if a kernel can, written over z."""
-    if call.fuses_loss and fused.suits(node, z):
+    if fuses and fused.suits(node, z):
         return fused.loss_and_gradient(z, target, ignored, count)
     minus_z = F.nll_loss(z, target, ignore_index=ignored, reduction="none")  # refuses what is no class
     is_counted = target != ignored

@@ -16,7 +16,7 @@ from hf_memsave.device import has_numbers
 from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.tape.private import no_modes, without_hooks
 from hf_memsave.tape.recomputed import AutocastState
-from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.tensors import is_plain, nodes_before
 
 #: Attributes that every module has.
 _OF_MODULES = vars(nn.Module()).keys()
@@ -26,14 +26,9 @@ class HeadCall:
     """One call of a head of ``words`` classes: how to compute its logits, and the state of all that they depend on."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        words: int,
-        of_rows: Callable[[Tensor], Tensor] | None = None,
-        fuses_loss: bool = False,
-    ) -> None:
+        self, module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, words: int,
+        of_rows: Callable[[Tensor], Tensor] | None = None, fuses_loss: bool = False,
+    ) -> None:  # fmt: skip
         self.module, self.forward, self.words, self.count = module, forward, words, hidden.shape[:-1].numel()
         self.of_rows = of_rows or forward  # of a chunk: equal to ``forward`` up to the order of sums
         self.fuses_loss = fuses_loss  # a kernel may write a loss's gradient over logits
@@ -114,16 +109,11 @@ def draws(module: nn.Module) -> bool:
 
 def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradient of each of ``inputs``, None where y does not depend on it; PatchError if others want one."""
-    nodes = [] if y.grad_fn is None else [y.grad_fn]
-    seen: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
-    for node in nodes:  # which grows
-        if node.name() == "torch::autograd::AccumulateGrad":
-            raise PatchError(
-                "chunked loss: expected a head of its input and parameters alone, got one that uses other tensors that "
-                "want a gradient, and would get none. Use MemSaveConfig(loss='stock')."
-            )
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        nodes.extend(new)
+    known = [get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad]
+    if any(node.name() == "torch::autograd::AccumulateGrad" for node in nodes_before([y], known)):
+        raise PatchError(
+            "chunked loss: expected a head of its input and parameters alone, got one that uses other tensors that "
+            "want a gradient, and would get none. Use MemSaveConfig(loss='stock')."
+        )
     with without_hooks(inputs):  # which wait for the whole gradient
         return torch.autograd.grad(y, inputs, dy, allow_unused=True)

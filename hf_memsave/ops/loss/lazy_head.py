@@ -8,7 +8,7 @@ that is quantized, is replaced by the op ``lazy_head``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -133,18 +133,14 @@ class _Intercepted(TorchFunctionMode):
         super().__init__()
         self.head = head
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = None
         if func is F.linear and len(args) > 1 and args[1] is self.head.weight:
             made = of_linear(self.head, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made
 
 
-def without_tape(
-    head: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[Any]:
+def without_tape(head: nn.Module | None, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a model's forward under ``no_grad``, without labels, gets unread logits of ``head``."""
     is_asked = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()) and kwargs.get("labels") is None
     if not is_asked or not isinstance(head, nn.Linear) or is_parametrized(head):

@@ -92,9 +92,7 @@ class Part(NamedTuple):
 class Node:
     """A function of rows: ``func`` of ``args``, which are nodes, :class:`ByRow`, or the same for all rows."""
 
-    def __init__(
-        self, func: Callable[..., Tensor], *args: Any, kept: Precomputed | None = None, rows: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, func: Any, *args: Any, kept: Precomputed | None = None, rows: np.ndarray | None = None) -> None:
         self.func, self.args, self.kept = func, args, kept
         self.rows = rows  # if not None, all others are zero
         sizes = [arg.size for arg in args if isinstance(arg, Node)]

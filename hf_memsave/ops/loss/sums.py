@@ -16,7 +16,7 @@ Where dy takes less than the gradient, backward computes the product.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,9 +106,7 @@ class Sums(TorchFunctionMode):
         with all_subclasses(), self:  # modes too
             yield
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_modes():
             return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 

@@ -121,9 +121,7 @@ class Unread(Tensor):
         return cell.real.as_strided(like.shape, like.stride(), like.storage_offset())
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, x, made = kwargs or {}, args[0] if args else None, NotImplemented
         if func == private.set_data and isinstance(x, Unread):
             raise PatchError(_CHANGED % "logits.data = ...")
@@ -142,9 +140,7 @@ class Unread(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if torch.Tag.inplace_view in func.tags:
             raise PatchError(_CHANGED % func)
@@ -167,13 +163,6 @@ def unread_logits(call: HeadCall, hidden: Tensor, dtype: torch.dtype) -> Unread:
 
 
 @contextlib.contextmanager
-def _evaluating() -> Iterator[None]:
-    """Turn off autograd, autocast and function modes while values are computed."""
-    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
-        yield
-
-
-@contextlib.contextmanager
 def _geometry() -> Iterator[None]:
     """Turn off autograd and all modes while functions are called with meta tensors, or with the numbers of rows."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -191,7 +180,7 @@ def _bare(a: Any) -> Any:
 
 
 def _read(hidden: Tensor, call: HeadCall, cell: Cell) -> Tensor:
-    with _evaluating():
+    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
         call.check(hidden)
         logits = call.logits(hidden.detach()).reshape(-1, call.words)
         if not cell.place.rows.size:
@@ -354,9 +343,8 @@ def _is_backward(func: Any, given: list[Any], node: Node) -> bool:
     was, is_number = getattr(node.func, "func", node.func), len(given) == 2 and isinstance(given[1], (int, float))
     if func in _SCALED:
         return was is func and is_number and isinstance(node.args[1], (int, float)) and given[1] == node.args[1]
-    return (func is _COPY and was is _COPY) or (
-        func is aten.tanh_backward.default and was is aten.tanh.default and given[1] is node
-    )
+    is_of_tanh = func is aten.tanh_backward.default and was is aten.tanh.default and given[1] is node
+    return is_of_tanh or (func is _COPY and was is _COPY)
 
 
 def _reduced(x: Unread, func: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +357,7 @@ def _reduced(x: Unread, func: Any, dim: Any = None, *args: Any, **kwargs: Any) -
         return NotImplemented
     keeps = is_gather or bool(args[0] if args else kwargs.pop("keepdim", False))
     index = args[0].movedim(place.dim, -1).reshape(place.rows.size, -1) if is_gather else None
-    with _evaluating():
+    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
         call.check(x.hidden)
         flat = x.hidden.detach().reshape(call.count, -1)
         step = chunked_loss.rows_of_chunk(call.words * _wide(x.dtype).itemsize * (2 + node.size), flat)
@@ -474,9 +462,7 @@ def _loss(x: Unread, func: Callable[..., Tensor], args: Sequence[Any], kwargs: d
     is_plain = type(target) in _PLAIN and target.dtype == torch.int64 and dim == min(1, x.dim() - 1)
     if not is_plain or target.shape != x.shape[:dim] + x.shape[dim + 1 :]:
         return NotImplemented
-    if given.get("label_smoothing") or any(
-        given.get(name) is not None for name in ("weight", "size_average", "reduce")
-    ):
+    if given.get("label_smoothing") or any(given.get(n) is not None for n in ("weight", "size_average", "reduce")):
         return NotImplemented
     if func is F.cross_entropy and how in ("mean", "sum") and torch.is_grad_enabled() and x.requires_grad:
         return chunked_loss.cross_entropy(x, target, ignored, how == "sum")

@@ -12,8 +12,8 @@ Source: Liu et al. (2023), arXiv:2305.15265, Figure 5.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -52,9 +52,7 @@ class _Sampling(TorchFunctionMode):
         super().__init__()
         self.layer, self.products = layer, 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         are_heads = func in _PRODUCTS and all(type(a) in (Tensor, FakeTensor) and a.dim() >= 4 for a in args)
         # A checkpoint of the user's own may run this again, when no batch runs: then a foreign hook is innermost.
         if not are_heads or kwargs or (current() is None and innermost_hooks() is not None):
@@ -67,9 +65,7 @@ class _Sampling(TorchFunctionMode):
 
 def _eager_attention(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     layer = module.__dict__.get(LAYER) if module.training else None
-    if layer is None:
-        return patch.stock.forward(module, *args, **kwargs)
-    with _Sampling(layer):
+    with contextlib.nullcontext() if layer is None else _Sampling(layer):
         return patch.stock.forward(module, *args, **kwargs)
 
 

@@ -64,13 +64,10 @@ class _Told(NamedTuple):
 
 
 class NormCache:
-    """The norms of every sampled layer of a model.
-
-    ``kind`` is field ``cache`` of :class:`~hf_memsave.WTACRS`; ``samples``: how many the table has room for, or 0.
-    """
+    """The norms of every sampled layer of a model."""
 
     def __init__(self, kind: str | None, samples: int) -> None:
-        self.kind, self.samples = kind, samples
+        self.kind, self.samples = kind, samples  # WTACRS.cache; how many the table has room for, or 0
         self.known: set[str] = set()  # names of the layers that use this cache
         self.backward = -1  # id of the last backward that was asked to call learn() at its end
         self._layers: dict[str, LayerNorms] = {}

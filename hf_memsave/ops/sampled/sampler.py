@@ -80,11 +80,8 @@ class Sampler:
     ) -> Iterator[None]:
         """Set this thread's batch while a model or block runs: a new one, or the part of one that the block sees.
 
-        Args:
-            arguments: The arguments of its forward, by name.
-            given: The batch of its forward, where it is run again in backward.
-            checkpoint: The frame and the run of the user's own checkpoint that it runs in.
-            function: The autograd Function whose backward it runs in, such as a reentrant checkpoint's.
+        Where it is run again in backward, its forward's batch is ``given``. It may run in the user's own ``checkpoint``
+        (a frame, and a run of it), or in the backward of a ``function`` of autograd, such as a reentrant checkpoint.
         """
         outside, (frame, run) = self.batch, checkpoint
         call = self._checkpointed.count(run)

@@ -149,7 +149,7 @@ def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
     kept = _kept(tape, h, shared)
     if kept is h and not is_named:
         return patch.stock.forward(module, h)
-    weight, bias = autocast_low(module.weight), None if module.bias is None else autocast_low(module.bias)
+    weight, bias = autocast_low(module.weight), autocast_low(module.bias)
     return _SampledLinear.apply(h, weight, bias, kept, shared, hasattr(module, "nf"))
 
 

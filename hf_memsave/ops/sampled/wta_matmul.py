@@ -48,10 +48,7 @@ class Sample(NamedTuple):
 
 
 def wta_matmul(a: Tensor, b: Tensor, layer: Layer, name: str) -> Tensor:
-    """Return ``torch.matmul(a, b)``, of ``[*, n, m]`` and ``[*, m, q]``, with gradients sampled while a batch runs.
-
-    Its draws are named by the ``layer`` and, among its products, ``name``.
-    """
+    """Return ``a @ b`` of ``[*, n, m]`` and ``[*, m, q]``, with gradients sampled, by draws of its name, in a batch."""
     batch = layer.sampler.batch
     if batch is None or a.shape[:-2] != b.shape[:-2] or not torch.is_grad_enabled():
         return torch.matmul(a, b)
