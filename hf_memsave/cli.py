@@ -41,13 +41,14 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = import_module("hf_memsave.commands.arguments")
     arguments.add_options(parsers[argv[0]], argv[0])
     try:
-        args = parser.parse_args(argv)
+        args = arguments.parse(parser, parsers[argv[0]], argv)
         arguments.check(args)
         if given is None and argv[0] in ("report", "estimate", "plan") and "--check" not in argv:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else each trace runs in a process of its own, without GPUs
         with quiet():
             gc.disable()
-            command = import_module(f"hf_memsave.commands.{argv[0]}")
+            with import_module("hf_memsave.commands.progress").loading(args):
+                command = import_module(f"hf_memsave.commands.{argv[0]}")
             gc.enable()
             if given is None:
                 gc.freeze()  # what is loaded stays: looking through it for garbage and for tensors takes seconds

@@ -10,8 +10,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 #: What pages are, and what they link to or show.
 _SHOWN = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "LICENSE", "docs/*.md", "docs/*.css",
-    "notebooks/*.ipynb", "configs/*/*.*", "hf_memsave/presets/*.yaml", "scripts/*.py", "scripts/bench/*.py",
-    "scripts/results/*.*", "hf_memsave/tape/*.py", "hf_memsave/ops/*/*.py",
+    "notebooks/*.ipynb", "configs/*/*.*", "hf_memsave/*.yaml", "hf_memsave/presets/*.yaml", "scripts/*.py",
+    "scripts/bench/*.py", "scripts/results/*.*", "hf_memsave/tape/*.py", "hf_memsave/ops/*/*.py",
     "hf_memsave/_vendor/memsave_kernels/README.md",
 )  # fmt: skip
 

@@ -154,6 +154,12 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features), split=split)
 
 
+def folder_in(data_dir: str | Path, task: str) -> str:
+    """The task's folder in GLUE's, ``data_dir``; empty where it has none."""
+    folder = Path(data_dir, TASKS[task].folder)
+    return str(folder) if folder.is_dir() else ""
+
+
 def guess_task(data_dir: str | Path) -> str:
     """Returns the key in `TASKS` of a folder, by its name, such as "CoLA" or "sst-2".
 
@@ -163,7 +169,9 @@ def guess_task(data_dir: str | Path) -> str:
     name = Path(data_dir).resolve().name
     if (key := name.lower().replace("-", "").replace("_", "")) not in TASKS:
         folders = ", ".join(task.folder for task in TASKS.values())
-        raise UsageError(f"{data_dir}: expected a folder named after a task ({folders}), got {name!r}. Rename it.")
+        within = next(filter(None, (folder_in(data_dir, task) for task in TASKS)), "")
+        remedy = f"Name the task's, as in --data_dir {within}" if within else "Rename it"
+        raise UsageError(f"{data_dir}: expected a folder named after a task ({folders}), got {name!r}. {remedy}.")
     return key
 
 

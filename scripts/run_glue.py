@@ -39,7 +39,7 @@ from transformers import (
 import models
 import runs
 from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
-from glue_data import TASKS, GlueTask, guess_task, read_glue
+from glue_data import TASKS, GlueTask, folder_in, guess_task, read_glue
 from glue_recipes import recipe
 from text_data import first
 from wordpiece import train_wordpiece
@@ -57,13 +57,15 @@ class GlueArguments(SampleArguments):
     SIDES: ClassVar[tuple[Sides, ...]] = ((("task_name",), ("data_dir",)),)
 
     task_name: str | None = option(f"A GLUE task on the hub: {', '.join(TASKS)}.")
-    data_dir: str | None = option("A folder with one task's official TSV files; its name tells which.")
+    data_dir: str | None = option("A folder with one task's official TSV files; its name or --task_name tells which.")
     max_seq_length: int = option("Longer examples are cut to this many tokens.", default=128)
     pad_to_max_length: bool = option("Pad to --max_seq_length, or to the longest example of each batch.", default=True)
 
     def __post_init__(self):
         """Refuse two answers to one question, and none."""
         super().__post_init__()
+        if self.data_dir and self.task_name in TASKS and (home := folder_in(self.data_dir, self.task_name)):
+            self.task_name, self.data_dir = None, home
         self.exactly_one("task_name", "data_dir")
         if self.task_name and self.task_name not in TASKS:
             raise UsageError(

@@ -139,7 +139,7 @@ def test_the_wheel_holds_the_package_and_its_presets_only_in_one_version(wheel):
     assert len(presets) >= 8 and presets < others and "hf_memsave/py.typed" in others
     vendored = {f"hf_memsave/_vendor/memsave_kernels/{name}" for name in ("LICENSE", "VERSION")}
     assert vendored < others
-    rest = r"hf_memsave/(py\.typed|(\w+/)+\w+\.(json|html))"
+    rest = r"hf_memsave/(py\.typed|shapes\.yaml|(\w+/)+\w+\.(json|html))"
     assert all(re.fullmatch(rest, name) for name in others - presets - vendored)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_memsave.config.config import RUNGS, MemSaveConfig
-from hf_memsave.config.lora import Lora
-from hf_memsave.config.names import refuse_missing, refuse_unreachable
+from hf_memsave.config.fields import did_you_mean
+from hf_memsave.config.lora import Lora, adapter_in, lora_in
+from hf_memsave.config.names import may_be_type, refuse_missing, refuse_unreachable
 from hf_memsave.config.sizes import bytes_of
 from hf_memsave.errors import CommandError
 
@@ -85,6 +86,19 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
             group.add_argument(name, **OPTIONS[name] | changes.get(name, {}))
 
 
+def parse(parser: argparse.ArgumentParser, of: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Parse a command's arguments, with underscores in options as dashes; ``of`` is the command's own parser."""
+    parts = [text.partition("=") if text.startswith("--") else ("", "", text) for text in argv]
+    args, unknown = parser.parse_known_args([name.replace("_", "-") + is_ + value for name, is_, value in parts])
+    if unknown:
+        known = COMMANDS[args.command][0].replace("|", " ").split()
+        hint = did_you_mean([unknown[0].partition("=")[0]], known) or "Leave them out."
+        is_model = unknown[0] == "--model" and "model" in known
+        hint = f"The model is the first argument: {of.prog} {args.model}" if is_model else hint
+        of.error(f"unrecognized arguments: {' '.join(unknown)}. {hint}")
+    return args
+
+
 def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
     """Return the config that ``--memsave`` and the options beside it ask for; else ConfigError."""
     fields = {name: value for name in _FIELDS if (value := getattr(args, name, None)) not in (None, False)}
@@ -106,6 +120,12 @@ def check(args: argparse.Namespace) -> None:
         raise CommandError("expected blocks that run op by op, got compile. Leave it out: they keep about as much.")
     if get("autocast") and args.dtype not in (None, "fp32"):
         raise CommandError(f"--autocast: expected fp32 weights, got --dtype {args.dtype}. Leave one out.")
+    if "lora" in args and (lora := lora_in(args.model)):
+        if args.lora:
+            raise CommandError(
+                f"--lora: expected a model, got the adapter {args.model}. Leave it out, or name its base."
+            )
+        args.lora = lora
     if get("quantized") and not args.lora:
         raise CommandError("--quantized: expected --lora, as it freezes the model, got none. Add --lora r=8.")
     if get("check") and args.devices > 1:
@@ -119,8 +139,9 @@ def check(args: argparse.Namespace) -> None:
     if args.command == "auto" and args.memory is None and args.device == "cpu":
         raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Give the limit.")
     if (name := get("model")) is not None:
-        refuse_missing(name, "config.json", *["adapter_config.json"] * (args.command in ("verify", "auto")))
-        if "/" in name and not Path(name).exists():  # without one, it may be a model type
+        refuse_missing(name, "config.json", *["adapter_config.json"] * (args.command != "doctor"))
+        name = adapter_in(name).get("base_model_name_or_path", name)
+        if not Path(name).exists() and not may_be_type(name):
             refuse_unreachable(name)
 
 
@@ -173,7 +194,8 @@ _FLAG: dict[str, Any] = {"action": "store_true"}
 #: Option -> arguments of argparse's ``add_argument``.
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL_OR_CONFIG",
-              "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub"},
+              "help": "a folder with config.json or of a PEFT adapter, such a file, a model type (bert: its "
+              "defaults), a known model (llama-3-8b, ...), a name on the hub"},
     "--memsave": {"metavar": "PRESET", "default": "exact", "help": "a preset or YAML file (%(default)s)"},
     "--checkpoint": {"choices": RUNGS, "help": "what runs again in backward: each in turn frees more and takes longer"},
     "--tiles": {"type": lambda text: text if text == "auto" else _number(text), "metavar": "N|auto",
@@ -223,7 +245,7 @@ _HALVES = {"choices": ["bf16", "fp16"], "help": "compute in 16 bits with fp32 we
 _LOADED: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL",
               "help": "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a "
-              "config.json or a model type (bert, llama, ...)"},
+              "config.json, a model type (bert, llama, ...) or a known model (llama-3-8b, ...)"},
     "--dtype": {"help": "dtype of the weights (as saved; with --autocast fp32)"},
 }  # fmt: skip
 #: Command -> what differs from OPTIONS.

@@ -9,6 +9,7 @@ import yaml
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.inputs import load_inputs
 from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, write_figures
+from hf_memsave.commands.progress import progress
 from hf_memsave.config.sizes import both
 from hf_memsave.errors import CommandError, MemSaveError
 from hf_memsave.measure.inputs import cannot_run, forward_of
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     forward = forward_of(model, DTYPES.get(args.autocast))
     most = {"max_batch": args.max_batch} if args.fast else {}
     try:
-        with console.status("Trying ..."):
+        with progress(console, "Trying ..."):
             plan = (fast if args.fast else smart)(model, batch, memsave, args.memory, forward=forward, **most)
     except MemSaveError:
         raise

@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from hf_memsave import Kept, measure_kept, patch
 from hf_memsave.commands.arguments import picture
 from hf_memsave.commands.options import console_of, freed
+from hf_memsave.commands.progress import progress
 from hf_memsave.config.files import write
 from hf_memsave.config.sizes import MIB
 from hf_memsave.tape.kinds import KINDS_OF_OPS
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(task.description)
     runs = {}
     for name, config in model_configs(task).items():
-        with console.status(f"Training {name}, stock and patched ..."):
+        with progress(console, f"Training {name}, stock and patched ..."):
             runs[name] = (train(config, task, steps, False), train(config, task, steps, True))
     console.print(results_table(runs, task))
     if out:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.options import console_of, name_of, settle_sizes, step_in_words, step_of, write_figures
+from hf_memsave.commands.progress import progress
 from hf_memsave.config.sizes import gib
 from hf_memsave.errors import CommandError, MemSaveError
 from hf_memsave.measure.estimate import Estimate, estimate
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--check: expected a CUDA device to run the step on, found none. Leave it out.")
     config, console = load_config(args.model), console_of(args, soft_wrap=True)
     note = settle_sizes(args, config)
-    with console.status("Tracing a few layers ..."):
+    with progress(console, "Tracing a few layers ..."):
         result = estimate(config, memsave=memsave_of(args), **step_of(args, "memory", "devices", "sharding", "layers"))
     console.print(f"{note}{result}")
     figures, agrees = {"model_or_config": args.model, **result.to_dict()}, True
@@ -58,7 +59,7 @@ def _check(args: argparse.Namespace, config: Any, result: Estimate, console: Con
     from hf_memsave.measure.check import SLACK, check
 
     try:
-        with console.status("Running the step ..."):
+        with progress(console, "Running the step ..."):
             found = check(config, result, Training(**step_of(args)), memsave_of(args))
     except MemSaveError as error:
         raise CommandError(f"--check: {error.on_command_line}") from error
@@ -80,7 +81,7 @@ def _check(args: argparse.Namespace, config: Any, result: Estimate, console: Con
 def _within(args: argparse.Namespace, config: Any, result: Estimate, console: Console) -> dict[str, Any]:
     """Print and return the "largest" batch and sequence that fit, and "what_fits" where the step does not."""
     memsave, training, shards, found = memsave_of(args), Training(**step_of(args)), (args.sharding, args.devices), {}
-    with console.status("Looking for what fits ..."):
+    with progress(console, "Looking for what fits ..."):
         for label, chosen in (("stock", None), ("patched", memsave)):
             step, names = (config, result.depth, training, chosen), ["batch_size", *["seq_len"] * bool(result.u)]
             found[label] = most = {name: largest(*step, name, args.memory, shards) for name in names}
@@ -92,7 +93,7 @@ def _within(args: argparse.Namespace, config: Any, result: Estimate, console: Co
         return {"largest": found}
     from hf_memsave.planner.plan import Settings, what_fits
 
-    with console.status("Looking for what makes it fit ..."):
+    with progress(console, "Looking for what makes it fit ..."):
         settings = Settings(at_depth(config, result.depth), result.depth, training, shards, memsave)
         changes = what_fits(settings, settings.way(memsave.checkpoint, memsave.offload), args.memory)
     each = f"Each of these alone makes it fit, patched: {'; '.join(changes)}."

@@ -15,12 +15,13 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.commands.arguments import BATCH_SIZE, SEQ_LEN, STANDARD_OUTPUT
 from hf_memsave.config.files import write
+from hf_memsave.config.names import SHAPES
 from hf_memsave.config.sizes import counted
 from hf_memsave.measure.estimate import Estimate
 from hf_memsave.measure.inputs import shapes
-from hf_memsave.measure.models import most_tokens
+from hf_memsave.measure.models import build_empty, most_tokens, text_head
 from hf_memsave.measure.training import DTYPES as DTYPES
-from hf_memsave.measure.training import Training
+from hf_memsave.measure.training import Training, check_positions
 
 #: The remedy for a step that fails stock.
 GIVE_ANOTHER_BATCH = "Give one with --batch, or lower --batch-size or --seq-len."
@@ -75,11 +76,16 @@ def console_of(args: argparse.Namespace, **options: Any) -> Console:
 
 
 def settle_sizes(args: argparse.Namespace, config: PreTrainedConfig) -> str:
-    """Set the batch size and length that were not given; return a line that says so where the model takes less."""
-    most, is_less = most_tokens(config), args.seq_len is None
-    args.batch_size, args.seq_len = args.batch_size or BATCH_SIZE, args.seq_len or min(SEQ_LEN, most)
-    is_less &= args.seq_len < SEQ_LEN
-    return f"{counted(args.seq_len, 'token')}: as many as {name_of(args.model)} takes.\n" if is_less else ""
+    """Set the batch size and length that were not given; return lines on these; MeasureError for too long a length."""
+    most, given, name = most_tokens(config), args.seq_len, name_of(args.model)
+    args.batch_size, args.seq_len = args.batch_size or BATCH_SIZE, given or min(SEQ_LEN, most)
+    known = f"{name}: sizes known to hf_memsave, without the hub.\n" if config.name_or_path == SHAPES else ""
+    if is_more := args.seq_len > most and text_head(config) is not None:
+        check_positions(build_empty(config), args.seq_len)
+    elif given or args.seq_len >= SEQ_LEN:
+        return known
+    words = f"more than the {most:,} positions that {name} was made for" if is_more else f"as many as {name} takes"
+    return f"{known}{counted(args.seq_len, 'token')}: {words}.\n"
 
 
 def write_figures(path: Path | None, figures: dict[str, Any], console: Console) -> None:

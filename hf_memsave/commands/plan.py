@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_memsave.commands.arguments import memsave_of
 from hf_memsave.commands.options import console_of, settle_sizes, step_of, write_figures
+from hf_memsave.commands.progress import progress
 from hf_memsave.measure.models import at_depth, depth_of, load_config
 from hf_memsave.planner.plan import plan
 
@@ -17,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     note = settle_sizes(args, config)
     if args.layers:
         config = at_depth(config, depth_of(config, args.layers))
-    with console.status("Tracing a few layers ..."):
+    with progress(console, "Tracing a few layers ..."):
         found = plan(config, memsave=memsave_of(args), **step_of(args, "budget", "main_memory", "devices", "sharding"))
     console.print(f"{note}{found}")
     name = args.out or "plan.yaml"

@@ -10,6 +10,7 @@ from rich.table import Column, Table
 
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.options import console_of, freed, name_of, settle_sizes, step_in_words, step_of, write_figures
+from hf_memsave.commands.progress import progress
 from hf_memsave.config.sizes import gib
 from hf_memsave.measure.estimate import Estimate, estimate
 from hf_memsave.measure.figures import AWAY, Trace
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Trace, print, and write what was asked for; return 0."""
     memsave, config, console = memsave_of(args), load_config(args.model), console_of(args)
     note = settle_sizes(args, config) * (args.batch is None)
-    with console.status(f"Tracing {args.model} ..."):
+    with progress(console, f"Tracing {args.model} ..."):
         batch = read_batch(args.batch) if args.batch else None
         result = estimate(config, batch=batch, memsave=memsave, **step_of(args, "layers"))
     stock, patched = result.stock, result.step

@@ -12,6 +12,7 @@ from rich.table import Table
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.inputs import load_inputs
 from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, freed, write_figures
+from hf_memsave.commands.progress import progress
 from hf_memsave.config.sizes import gib
 from hf_memsave.errors import CommandError
 from hf_memsave.measure import step
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with step.deterministic_kernels() if args.deterministic else contextlib.nullcontext():
             model, batch, title = load_inputs(args, console)
-            with console.status("Running ..."):
+            with progress(console, "Running ..."):
                 found = step.compare_step(model, batch, memsave, autocast=DTYPES.get(args.autocast))
     except step.StockStepError as error:
         without = " Leave --deterministic out if an op has no deterministic algorithm." if args.deterministic else ""

@@ -1,10 +1,16 @@
-"""``Lora``: the LoRA adapters of a step that is measured or estimated."""
+"""``Lora``: the LoRA adapters of a step that is measured or estimated, also as PEFT saves them."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from hf_memsave.config.files import fields_of
 from hf_memsave.errors import MeasureError
+
+#: Fields of PEFT's ``LoraConfig`` by which adapters differ from module to module.
+_VARIED = ("rank_pattern", "alpha_pattern", "layers_to_transform", "target_parameters")
 
 
 @dataclass(frozen=True)
@@ -27,3 +33,26 @@ class Lora:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+
+
+def adapter_in(name: str) -> dict[str, Any]:
+    """Return the fields of the PEFT adapter in a folder, with its base model's name; none of another folder."""
+    path = Path(name, "adapter_config.json")
+    fields: dict[str, Any] = fields_of(path) if path.is_file() else {}
+    if path.is_file() and not fields.get("base_model_name_or_path"):
+        raise MeasureError(f"{path}: expected base_model_name_or_path, got none. Add the base model's name or folder.")
+    return fields
+
+
+def lora_in(name: str) -> Lora | None:
+    """Return the LoRA adapters in a folder, None for another folder; MeasureError for adapters of another kind."""
+    if not (found := adapter_in(name)):
+        return None
+    odd = {n: v for n, v in found.items() if (n in _VARIED and v) or (n == "peft_type" and v != "LORA")}
+    if odd or not isinstance(targets := found.get("target_modules"), list):
+        raise MeasureError(
+            f"{name}: expected LoRA adapters, alike in all modules of a list of names, got {odd or targets!r}.",
+            "Name the base model, and lora=Lora(...).", "Name the base model, with --lora r=8,targets=q_proj+v_proj.",
+        )  # fmt: skip
+    known = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_dora": False, **found}  # PEFT's defaults
+    return Lora(known["r"], known["lora_alpha"], known["lora_dropout"], "+".join(targets), dora=known["use_dora"])

@@ -17,7 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from hf_memsave.config.names import hub_answers, refuse_missing, refuse_unreachable
+from hf_memsave.config.lora import adapter_in
+from hf_memsave.config.names import SHAPES, hub_answers, refuse_missing, refuse_unreachable, shape_of
 from hf_memsave.errors import MeasureError
 from hf_memsave.tape.applied import is_of_kernels
 from hf_memsave.tape.private import tree_leaves
@@ -47,10 +48,15 @@ class DepthError(MeasureError):
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Load the configuration of a folder, file, model type (its defaults) or name on the hub; else MeasureError."""
+    """Load the configuration of a folder (for an adapter its base's), file, model type or name; else MeasureError."""
     is_there = Path(name).exists()
     if name in CONFIG_MAPPING and not is_there:
         return CONFIG_MAPPING[name]()
+    if adapter := adapter_in(name):
+        config, head = load_config(adapter["base_model_name_or_path"]), HEADS.get(adapter.get("task_type") or "")
+        if head and (cls := _class_in(head, config)):
+            config.architectures = [cls.__name__]
+        return config
     refuse_missing(name, "config.json")
     if not is_there:
         refuse_unreachable(name)
@@ -60,6 +66,8 @@ def load_config(name: str) -> PreTrainedConfig:
     except StrictDataclassError as error:  # fields that contradict each other
         raise MeasureError(f"{name}: {' '.join(str(error).split())} Correct the configuration.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if not is_there and (known := shape_of(name)):  # gated, or out of reach
+            return transformers.AutoConfig.for_model(**known, name_or_path=SHAPES)
         raise MeasureError(
             f"{name}: {str(error).splitlines()[0]} Expected a model's folder, its config.json, a model type such as "
             "'bert' or 'llama', or a name on the hub."
@@ -155,10 +163,10 @@ def count_parameters(config: PreTrainedConfig) -> int:
     return int(sum(p.numel() for p in build_empty(config).parameters()))
 
 
-def has_weights(name: str) -> bool:
-    """Return whether a model's name stands for saved weights or an adapter, or is a name on the hub."""
+def has_weights(name: str, config: PreTrainedConfig) -> bool:
+    """Return whether a model's name stands for saved weights or an adapter, or is a name that the hub knows."""
     path = Path(name)
-    is_name = not path.exists() and name not in CONFIG_MAPPING
+    is_name = not path.exists() and name not in CONFIG_MAPPING and config.name_or_path != SHAPES
     saved = ("model*.safetensors", "pytorch_model*.bin", "adapter_config.json")
     return is_name or any(file for kind in saved for file in path.glob(kind))
 
@@ -170,17 +178,16 @@ def load_model(
     """Load a model or a PEFT adapter, or draw random weights; return it, its class, and which weights these are."""
     path = Path(name)
     try:
-        if (path / "adapter_config.json").is_file():
-            from peft import PeftConfig, PeftModel
+        if adapter := adapter_in(name):
+            from peft import PeftModel
 
-            adapter = PeftConfig.from_pretrained(name)
-            of, task = adapter.base_model_name_or_path, HEADS.get(adapter.task_type)
+            of, task = adapter["base_model_name_or_path"], HEADS.get(adapter.get("task_type") or "")
             base, head, _ = load_model(of, dtype, task, has_batch=has_batch)
             return PeftModel.from_pretrained(base, name, is_trainable=True), head, f"adapter {path.resolve().name}"
         config = config or load_config(name)
         head = head or class_of(config, has_batch)
         options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        if has_weights(name):
+        if has_weights(name, config):
             options["local_files_only"] = not path.exists() and not hub_answers()
             return head.from_pretrained(name, **options), head, f"weights of {path.name}"
         name_special_tokens(config)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.fields import did_you_mean
-from hf_memsave.config.lora import Lora
+from hf_memsave.config.lora import Lora, lora_in
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.device import HALVES, STAND_IN
 from hf_memsave.errors import MeasureError, MemSaveError
@@ -116,6 +116,7 @@ def _made(cls: Any, what: str, fields: dict[str, Any]) -> Any:
 def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
     """Return the configuration of a name, a configuration or a model, whose dtype is added to ``training``."""
     if isinstance(model_or_config, str):
+        training.setdefault("lora", lora_in(model_or_config))
         return load_config(model_or_config)
     if isinstance(model_or_config, PreTrainedConfig):
         return model_or_config
@@ -173,7 +174,7 @@ def prepared(
         batch = given or make_batch(class_of(config), config, training.batch_size, training.seq_len)
         batch = fitted(batch, model)
         if text_head(config) is not None and "input_ids" in batch:
-            _check_positions(model, batch["input_ids"].shape[-1])
+            check_positions(model, batch["input_ids"].shape[-1])
         if memsave is not None:
             patch(model, memsave)
         if training.padded and "input_ids" in batch:
@@ -210,10 +211,12 @@ def trace_at(
     return replace(trace, numbers={"parameters": model.num_parameters(), "trained": trained}, sites=sites)
 
 
-def _check_positions(model: PreTrainedModel, tokens: int) -> None:
+def check_positions(model: nn.Module, tokens: int) -> None:
     """Raise where a lookup of positions would fail: on the stand-in device, no index is out of range."""
     for name, module in model.named_modules():
-        rows = module.num_embeddings if isinstance(module, nn.Embedding) else tokens
+        rows = tokens
+        if isinstance(module, nn.Embedding):  # RoBERTa numbers positions from behind its padding's
+            rows = module.num_embeddings - (-1 if module.padding_idx is None else module.padding_idx) - 1
         if rows < tokens and ("position" in name or "wpe" in name):
-            reason = f"expected at most {rows} tokens, the rows of {name}, got {tokens}."
+            reason = f"expected at most {rows:,} tokens, the rows of {name}, got {tokens:,}."
             raise MeasureError(reason, "Lower seq_len.", "Lower --seq-len.")

@@ -17,20 +17,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from hf_memsave.config.names import shape_of
 from publish import arguments, publish, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Name of a file -> a configuration.
-LLAMA = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-}  # fmt: skip
 CONFIGS = {
-    "llama-8b": LLAMA,
-    "llama-70b": LLAMA
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "llama-8b": shape_of("llama-3.1-8b"), "llama-70b": shape_of("llama-3.1-70b"),
     "mixtral-8x7b": {"model_type": "mixtral"},
-}
+}  # fmt: skip
 #: Command -> the most seconds that it may take, on two idle cores.
 COMMANDS = {
     "report bert": 4,

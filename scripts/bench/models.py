@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
-from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers import AutoConfig, BertConfig, GPT2Config
 
 from gpu_steps import DEVICE, kept_on_gpu, release, synchronize
 from hf_memsave import measure_kept, patch
+from hf_memsave.config.names import shape_of
 from hf_memsave.count.peak import rounded
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.check import SLACK
@@ -48,12 +49,12 @@ from known_models import AUTOCAST, BERT_LARGE, BF16, EIGHT, LLAMA_LORA, METHODS,
 from publish import RESULTS, arguments, earlier, publish
 
 GIB = 2**30
-_WIDE = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_key_value_heads=8, vocab_size=128256)
+_SMALL = AutoConfig.for_model(**shape_of("llama-3.2-1b"))
 #: Beside those of the README, and not estimated.
 MORE = {
-    "llama-3.2-1b": Model(LlamaConfig(**_WIDE, tie_word_embeddings=True), 4, 2048, BF16),
+    "llama-3.2-1b": Model(_SMALL, 4, 2048, BF16),
     "gpt2-medium": Model(GPT2Config(n_embd=1024, n_layer=24, n_head=16), 8, 1024, AUTOCAST),
-    "llama-3.2-1b, 1 x 128": Model(LlamaConfig(**_WIDE, tie_word_embeddings=True), 1, 128, BF16),
+    "llama-3.2-1b, 1 x 128": Model(_SMALL, 1, 128, BF16),
     "bert-base, 1 x 128": Model(BertConfig(attention_probs_dropout_prob=0.0), 1, 128, AUTOCAST),
 }
 _FULL = ("memsave", "stock", "checkpointing", "block", "gate", "checkpointing, chunked loss")

@@ -1,7 +1,11 @@
 """``memsave``: sizes, options, what is written; ``plan`` writes a configuration, and what ``doctor`` prints is so."""
 
+import contextlib
 import json
 import logging
+import os
+import pty
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -66,6 +70,13 @@ def test_the_length_is_what_the_model_has_positions_for(rows, padding, tokens):
     assert note == ("64 tokens: as many as x takes.\n" if tokens == 64 else "")
 
 
+def test_more_tokens_than_a_model_was_made_for_are_told_where_positions_are_rotary():
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, max_position_embeddings=1024)
+    note = options.settle_sizes(Namespace(model="x", batch_size=None, seq_len=100_000), config)
+    assert note == "100,000 tokens: more than the 1,024 positions that x was made for.\n"
+    assert options.settle_sizes(Namespace(model="x", batch_size=None, seq_len=1024), config) == ""
+
+
 def test_sizes_are_read_as_people_write_them_and_told_in_both_units():
     assert {bytes_of(text) for text in ("24G", "24g", "24GiB", "24 GiB", "24gib", "25769803776")} == {24 * 2**30}
     assert [bytes_of(size) for size in (7, "1.5MiB", "800MB")] == [7, 3 * 2**19, 8 * 10**8]
@@ -96,8 +107,29 @@ def test_nothing_but_the_answer_is_written_where_output_is_piped(gpt2):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(gpt2)).save_pretrained(gpt2 / "saved")
     command = [sys.executable, "-m", "hf_memsave.cli", "verify", str(gpt2 / "saved")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == "" and done.stdout.startswith("GPT2LMHeadModel, weights of saved: input_ids [2, 64]")
+    taken, title, *_ = done.stdout.splitlines()
+    assert done.stderr == "" and title.startswith("GPT2LMHeadModel, weights of saved: input_ids [2, 64]")
+    assert taken.startswith("0.0 M parameters: weights, gradients and their comparison take about ")
     assert "\n\n\n" not in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["", "--json -"])
+def test_a_terminal_shows_from_the_start_what_is_done_and_for_how_long_but_not_beside_json(options, gpt2):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "hf_memsave.cli", "verify", ".", *options.split()]
+    terminal = {"stdout": theirs, "stderr": theirs, "env": {**os.environ, "TERM": "xterm"}}
+    process, shown = subprocess.Popen(command, cwd=gpt2, **terminal), b""
+    os.close(theirs)
+    with contextlib.suppress(OSError):  # which ends what a terminal gives
+        while text := os.read(ours, 4096):
+            shown += text
+    os.close(ours)
+    assert process.wait() == 0 and b"GPT2LMHeadModel" in shown
+    words = b"Transformers", rb"Loading \.", b"Running"
+    steps = [re.search(rb"%b \.\.\. .*\d:\d\d:\d\d" % word, shown) for word in words]
+    assert [one is None for one in steps] == [bool(options)] * 3
+    assert options or steps[0].start() < steps[1].start() < shown.index(b"GPT2LMHeadModel")
 
 
 def test_the_commands_own_help_loads_no_library_and_takes_less_than_half_a_second():

@@ -24,11 +24,20 @@ NAMED, PADDED = "Expected tensors by name", "padded to one length"
 CONFIGS = {
     "bert": {"model_type": "bert", **TINY},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64},
+    "roberta": {"model_type": "roberta", **TINY, "max_position_embeddings": 18},
     "odd": {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4}, "quux": {"model_type": "quux"},
     "contradicting": {"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4},
     "broken": {"model_type": "bert", **TINY},
     "eye": {"model_type": "clip_vision_model", **TINY, "image_size": 32, "patch_size": 16},
 }  # fmt: skip
+LORA = {"base_model_name_or_path": "lora-base", "peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+ADAPTERS = {
+    "lora": LORA,
+    "ia3": {**LORA, "peft_type": "IA3"},
+    "regex": {**LORA, "target_modules": ".*q_proj"},
+    "varied": {**LORA, "rank_pattern": {"0.q_proj": 2}},
+    "baseless": {**LORA, "base_model_name_or_path": None},
+}
 #: Batch file -> what to write, and the error it gives.
 BATCHES = {
     "pickled.pt": (lambda path: torch.save({"input_ids": object()}, path), NAMED),
@@ -60,10 +69,12 @@ ERRORS = {
     "verify broken": "Expected a model that from_pretrained loads", "report gpt2 --seq-len 100": "Lower --seq-len",
     "report gpt2 --batch-size 1000000000": "Lower --batch-size",
     "report gpt2 --lora targets=query": r"'query'.*Name modules of GPT2LMHeadModel with targets=a\+b",
-    "verify bert --seq-len 1000": "lower --batch-size or --seq-len", "verify bert --device cuda": "Use --device cpu",
+    "verify bert --seq-len 1000": "expected at most 512 tokens", "verify bert --device cuda": "Use --device cpu",
     **{f"verify bert --batch {name}": re.escape(message) for name, (_, message) in BATCHES.items()},
     "auto bert --memory 1KiB": "with everything converted",
-    "auto bert --memory 1GiB --seq-len 1000": "lower --batch-size or --seq-len",
+    "auto bert --memory 1GiB --seq-len 1000": "expected at most 512 tokens, the rows of .*, got 1,000. Lower --seq-len",
+    "plan gpt2 --budget 1GiB --seq-len 65": "expected at most 64 tokens",
+    "report roberta --seq-len 17": "expected at most 16 tokens",
     "estimate bert --seq-len 5000": "expected at most 512 tokens, .* Lower --seq-len",
     "estimate bert --check": "expected a CUDA device", "plan bert --budget 1MiB --seq-len 16": "nothing fits",
     "report xlnet --checkpoint gate --dtype fp32": "XLNetLMHeadModel.* Leave --checkpoint out",
@@ -75,7 +86,12 @@ WRONG = {
     "report bert --tiles 0": "expected a whole number from 1, got '0'",
     "demo --steps x": "expected a whole number from 1, got 'x'",
     "auto bert --fast --smart": "not allowed with argument",
-    "estimate bert --memroy 24GiB": "unrecognized arguments: --memroy 24GiB",
+    "estimate bert --memroy 24GiB": "unrecognized arguments: --memroy 24GiB. Did you mean '--memory'",
+    "report bert --batchsize 2": "--batchsize 2. Did you mean '--batch-size'", "report bert 2": "arguments: 2. Leave",
+    "report bert --batch_size 0": "expected a whole number from 1, got '0'",
+    "verify --model bert": "The model is the first argument: memsave verify bert",
+    "demo --model bert": "unrecognized arguments: --model bert. Leave them out",
+    "report nosuch --json=no_such/a_b.json": "no_such/a_b.json: expected a file in a folder that exists",
     "estimate bert --dtype fp8": "invalid choice: 'fp8'", "verify bert --checkpoint mlp": "invalid choice: 'mlp'",
     "report missing.json": "no such file or folder", "verify ./missing/folder": "no such file or folder",
     "doctor .": "expected a config.json in this folder",
@@ -102,6 +118,13 @@ WRONG = {
     "report bert --lora r=four": "expected a number for r, got 'four'",
     "report bert --lora dropout=1": r"dropout in \[0, 1\), dtype fp32 or model, got r 8, alpha 16, dropout 1.0",
     "report some/model": "expected a model in the cache or an answer from http://127.0.0.1:.*, got neither",
+    "plan llama-3-9b --budget 24GiB": "llama-3-9b: expected a model in the cache or an answer",
+    "report lora": "lora-base: expected a model in the cache or an answer", "doctor lora": "found none",
+    "report lora --lora r=4": "got the adapter lora. Leave it out, or name its base",
+    "estimate ia3": "expected LoRA adapters, .*got {'peft_type': 'IA3'}. Name the base model, with --lora r=8",
+    "estimate regex": r"alike in all modules of a list of names, got '\.\*q_proj'",
+    "plan varied --budget 1GiB": "got {'rank_pattern': {'0.q_proj': 2}}",
+    "verify baseless": "expected base_model_name_or_path, got none. Add",
 }  # fmt: skip
 PYTHON = r"memsave=|MemSaveConfig\(|(?<!-)\b(seq_len|batch_size)\b"
 
@@ -109,9 +132,10 @@ PYTHON = r"memsave=|MemSaveConfig\(|(?<!-)\b(seq_len|batch_size)\b"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("errors")
-    for name, config in CONFIGS.items():
+    for name, config in (CONFIGS | ADAPTERS).items():
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
+        file = "adapter_config.json" if name in ADAPTERS else "config.json"
+        (folder / name / file).write_text(json.dumps(config))
     (folder / "broken" / "model.safetensors").write_bytes(b"nonsense")
     for name, (write, _) in BATCHES.items():
         write(folder / name)
@@ -128,6 +152,7 @@ def test_an_error_is_one_line_with_a_remedy_in_options(line, folder, capsys, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(shlex.split(line)) == 2
     output, error = capsys.readouterr()
+    output = re.sub(r"^[\d.,]+ M parameters: weights, .* of main memory .*\n", "", output)  # told before it is taken
     assert output.strip() == "" and error.startswith(f"memsave {line.split()[0]}: error: ")
     assert error.count("\n") == 1 and re.search(ERRORS[line], error)
     assert not re.search(PYTHON, error) or "foreign" in line

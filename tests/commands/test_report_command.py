@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoConfig
 
 from hf_memsave import MemSaveConfig, patch
@@ -172,6 +173,28 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
         assert sizes[0] != sizes[1] and "A layer of the {} keeps {} stock, {} patched".format(stack, *sizes) in text
     assert "T5ForConditionalGeneration, 3 + 17 layers, batch 2 x 16 tokens, bf16" in text
     assert "of 3 + 5 and 5 + 5 and 3 + 7 layers of full width (stock: 3 + 3 and 4 + 3 and 3 + 4); further" in text
+
+
+@on_stand_in
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["report", "estimate", "plan --budget 1TiB"])
+def test_of_an_adapters_folder_its_lora_is_trained_with_the_head_for_its_task(command, tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "llama", **TEXT["llama"]}
+    lora = LoraConfig(r=2, lora_alpha=3, lora_dropout=0.1, target_modules=["q_proj", "up_proj"], use_dora=True)
+    lora.base_model_name_or_path, lora.task_type = str(folder_of(tmp_path / "base", config)), "SEQ_CLS"
+    lora.save_pretrained(tmp_path / "adapter")
+    same = {"base": ["--lora", "r=2,alpha=3,dropout=0.1,targets=up_proj+q_proj,dora=true"], "adapter": []}
+    found = []
+    for name, options in reversed(same.items()):
+        first, *more = command.split()
+        run(
+            capsys, first, tmp_path / name, *more, *options, *"--layers 2 --seq-len 16 --json".split(), tmp_path / "out"
+        )
+        found.append(json.loads((tmp_path / "out").read_text()))
+        assert str(tmp_path / name) in (found[-1].pop("model", ""), found[-1].pop("model_or_config", ""))
+        folder_of(tmp_path / "base", config | {"architectures": ["LlamaForSequenceClassification"]})
+    assert found[0] == found[1]
 
 
 @on_stand_in

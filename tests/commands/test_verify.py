@@ -69,6 +69,9 @@ def test_verify_of_saved_weights_prints_what_compare_step_found_in_all_layers(tm
     status, output, _ = verify(capsys, tmp_path / "saved", "--batch", tmp_path / "batch.pt")
     found = compare_step(model, batch)
     assert status == 0 and found.differing == () and found.repeat == found.tolerance == 0
+    size = sum(p.numel() for p in model.parameters())
+    taken = f"weights, gradients and their comparison take about {gib(4 * 5 * size)} of main memory ("
+    assert f"{size / 1e6:,.1f} M parameters: {taken}" in output
     assert "weights of saved: input_ids [16, 48], labels [16]" in output
     assert "loss {:.7g} {:.7g} equal to the bit".format(*found.losses) in output
     count = len(list(model.parameters()))
@@ -77,6 +80,11 @@ def test_verify_of_saved_weights_prints_what_compare_step_found_in_all_layers(tm
     assert f"kept for backward {gib(found.stock.total)} {gib(found.patched.total)}" in output
     status, _, error = verify(capsys, tmp_path / "saved", "--layers", 1)
     assert status == 2 and "--layers: expected random weights" in error
+    monkeypatch.setattr(inputs, "free_main_memory", lambda: 10**5)
+    status, _, error = verify(capsys, tmp_path / "saved")
+    assert status == 2 and re.search(
+        r"take about .* of main memory: expected at most 97.66 KiB.*use --dtype bf16", error
+    )
 
 
 def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_told(tmp_path, monkeypatch, capsys):
@@ -125,6 +133,8 @@ def test_verify_of_an_adapter_compares_its_gradients(tmp_path, capsys):
     peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
     status, output, _ = verify(capsys, tmp_path / "adapter")
     assert status == 0 and "adapter adapter" in output and "all 4 gradients" in output
+    weights = gib(4 * sum(p.numel() for p in build("llama", Size(layers=1)).parameters()))
+    assert f"M parameters: weights take about {weights} of main memory" in output
 
 
 def test_verify_sees_a_wrong_gradient_and_names_a_write_as_a_possible_cause(bert, capsys, monkeypatch):
@@ -137,7 +147,7 @@ def test_verify_sees_a_wrong_gradient_and_names_a_write_as_a_possible_cause(bert
 
     monkeypatch.setattr(modeling_bert.BertIntermediate, "forward", forward)
     status, output, error = verify(capsys, bert)
-    assert "equal to the bit" in output.split("gradients")[0]  # the loss: a forward is right as it is
+    assert re.search(r"loss \S+ \S+ equal to the bit", output)  # a forward is right as it is
     assert status == 1 and "worst gradients" in output and "Different: 1 of 25 gradients." in output
     assert output.count("bert.encoder") == 1 and "bert.encoder.layer.0.output.dense.weight 1." in output
     assert "expected equal bits" in error and "please report" in error
@@ -188,7 +198,7 @@ def test_an_op_without_a_deterministic_form_is_told(bert, capsys, monkeypatch):
 
     monkeypatch.setattr(modeling_bert.BertIntermediate, "forward", forward)
     status, output, error = verify(capsys, bert, "--deterministic")
-    assert (status, output) == (2, "")
+    assert status == 2 and output.endswith(" free)")
     assert "does not have a deterministic implementation" in error and "Leave --deterministic out" in error
 
 
@@ -208,5 +218,5 @@ def test_a_write_after_the_forward_fails_the_patched_step_alone(bert, capsys, mo
     handle = register_module_forward_hook(write)
     status, output, error = verify(capsys, bert)
     handle.remove()
-    assert (status, output) == (1, "")
+    assert status == 1 and output.endswith(" free)")
     assert "only the patched step failed: KeptTensorChangedError" in error

@@ -242,7 +242,7 @@ def test_where_there_are_gpus_it_runs_in_another_process_which_passes_errors_on(
     monkeypatch.setattr(module, "trace_at", None)
     monkeypatch.setattr(module, "_KNOWN", {})
     assert estimate(CONFIGS["gpt2"], seq_len=16, **of) == here
-    with pytest.raises(MeasureError, match="expected at most 1024 tokens"):
+    with pytest.raises(MeasureError, match="expected at most 1,024 tokens"):
         estimate(CONFIGS["gpt2"], seq_len=1025, **of)
 
 

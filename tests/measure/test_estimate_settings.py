@@ -1,24 +1,30 @@
 """What a run can be besides a model and a batch, bad input, and what an estimate tells people: each peak, what fits."""
 
+import contextlib
 import json
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+import yaml
 from transformers import MambaConfig
 
 from hf_memsave import MemSaveConfig, estimate, plan
 from hf_memsave.cli import main
+from hf_memsave.config import names
 from hf_memsave.config.config import RUNGS
 from hf_memsave.config.sizes import gib
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure import largest as module
+from hf_memsave.measure import models
 from hf_memsave.measure.largest import largest
 from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.models import depth_of, most_tokens
+from hf_memsave.measure.models import count_parameters, depth_of, has_weights, load_config, most_tokens
 from hf_memsave.measure.training import Training, build, prepared, trace_at, training_of
 from support.helpers import MATRIX, on_stand_in
 from support.zoo import Size, config_of
@@ -52,6 +58,44 @@ def test_a_padded_step_on_a_real_device_has_a_mask(tokens, monkeypatch):
     with prepared(config, step, None, "cpu") as (_, batch, forward, _):
         assert forward(**batch).loss.isfinite()
     assert len(masks) == 1 and (masks[0] is None) == (tokens == 1)
+
+
+#: Known model -> its published number of parameters.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496, "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.3": 7_248_023_552, "mixtral-8x7b-v0.1": 46_702_792_704, "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
+    "phi-3-mini-4k-instruct": 3_821_079_552, "gemma-2-9b": 9_241_705_984, "bert-base-uncased": 109_514_298,
+    "bert-large-uncased": 335_174_458, "roberta-large": 355_412_057, "gpt2-xl": 1_557_611_200,
+    "t5-large": 737_668_096, "vit-base-patch16-224": 86_567_656, "vit-large-patch16-224": 304_326_632,
+}  # fmt: skip
+
+
+def test_known_models_have_the_published_number_of_parameters_and_are_no_model_types():
+    assert {name: count_parameters(load_config(name)) for name in PUBLISHED} == PUBLISHED
+    known = yaml.safe_load((Path(names.__file__).parents[1] / names.SHAPES).read_text())
+    assert known.keys() == PUBLISHED.keys() and not known.keys() & transformers.CONFIG_MAPPING.keys()
+
+
+@pytest.mark.parametrize("hub", ["gated", "silent", "open"])
+def test_a_known_model_is_the_hubs_where_that_gives_it_else_of_the_sizes_known(hub, monkeypatch, capsys):
+    def give(name, **options):
+        assert hub == "open" or options["local_files_only"] == (hub == "silent")
+        return MambaConfig(name_or_path=name) if hub == "open" else open("/nowhere")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", give)
+    for home in (names, models):
+        monkeypatch.setattr(home, "hub_answers", lambda: hub != "silent")
+    for name in ("meta-llama/Meta-Llama-3-8B", "a/Llama-3-8B-hf"):
+        config = load_config(name)
+        assert (config.model_type == "mamba") == has_weights(name, config) == (hub == "open")
+        assert hub == "open" or config.to_dict() == load_config("LLAMA-3-8b").to_dict()
+    if hub != "open":
+        assert main(["estimate", name, "--layers", "1", "--seq-len", "8", "--lora", "r=8"]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: sizes known to hf_memsave, without the hub.\n")
+    with pytest.raises(MeasureError, match="nowhere|got neither") if hub != "open" else contextlib.nullcontext():
+        load_config("meta-llama/Llama-3-9B")
 
 
 #: Of adapters, of the weights, and whether these are in 4 bits -> what adapters have.

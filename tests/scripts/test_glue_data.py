@@ -130,6 +130,9 @@ def test_a_missing_file_is_named_with_those_found(tmp_path):
 def test_a_folder_of_no_tasks_name_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(UsageError, match=r"expected a folder named after a task \(CoLA, .*, WNLI\), got 'data'"):
         guess_task(tmp_path / "data")
+    (tmp_path / "SST-2").mkdir()
+    with pytest.raises(UsageError, match=rf"got .*\. Name the task's, as in --data_dir {tmp_path}/SST-2\.$"):
+        guess_task(tmp_path)
 
 
 def test_the_few_broken_lines_of_qqp_are_left_out_with_a_warning(tmp_path):

@@ -344,6 +344,12 @@ def test_every_task_trains_and_reports_its_metrics(tmp_path, load, name):
     assert AutoConfig.from_pretrained(out).num_hidden_layers == 2
 
 
+def test_a_task_is_found_in_glues_folder(tmp_path, load):
+    (tmp_path / "SST-2").mkdir()
+    args = load("run_glue").GlueArguments(task_name="sst2", data_dir=str(tmp_path))
+    assert (args.task_name, args.data_dir) == (None, str(tmp_path / "SST-2"))
+
+
 def test_a_model_with_its_own_order_of_labels_keeps_it(tmp_path, load):
     script, own = load("run_glue"), ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]
     AutoConfig.for_model("bert", **CONFIGS["bert"], id2label=dict(enumerate(own))).save_pretrained(tmp_path)
