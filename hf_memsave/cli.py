@@ -30,9 +30,8 @@ COMMANDS = {
 def main(given: Sequence[str] | None = None) -> int:
     """Show the help, or run one command; return 0, or 1 if its check failed, or 2 if it cannot do what was asked."""
     argv = list(sys.argv[1:] if given is None else given) or ["--help"]
-    parser = argparse.ArgumentParser(
-        prog="memsave", description="Fine-tune Hugging Face models with less activation memory."
-    )
+    about = "Fine-tune Hugging Face models with less activation memory."
+    parser = argparse.ArgumentParser("memsave", description=about)
     parser.add_argument("--version", action="version", version=f"hf_memsave {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {name: commands.add_parser(name, help=line) for name, line in COMMANDS.items()}

@@ -1,8 +1,4 @@
-"""The behaviour of devices: as CPU, or as CUDA. Code that needs to know asks here, and not for a device's name.
-
-One behaves as CUDA without being there: :data:`STAND_IN`, on which :mod:`hf_memsave.measure` runs a model to count its
-memory, and whose tensors have shapes and no values.
-"""
+"""The behaviour of devices: as CPU, or as CUDA. Code that needs to know asks here, and not for a device's name."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-#: The type of the device that behaves as CUDA on any machine.
+#: The type of a device that behaves as CUDA on any machine: it is not there, and its tensors have no values.
 STAND_IN = "fakegpu"
 _AS_CUDA = frozenset({"cuda", STAND_IN})
 #: The dtypes of 16 bits.

@@ -25,15 +25,12 @@ class Fused(NamedTuple):
 
 
 #: MLPs whose forward computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``.
-_GATED = in_models(
-    "Llama+MLP Mistral+MLP Qwen2+MLP Qwen3+MLP Gemma+MLP Gemma2+MLP Gemma3+MLP Granite+MLP Olmo2+MLP SmolLM3+MLP"
-)
-#: Norms that multiply by 1 + weight, in fp32.
-_LIKE_GEMMA = in_models("Gemma+RMSNorm Gemma2+RMSNorm Gemma3+RMSNorm")
+_GATED = in_models("Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Gemma3 Granite Olmo2 SmolLM3", "MLP")
 FUSED = {
     **dict.fromkeys(LIKE_LLAMA, Fused("norm", "fused_rms_norm", ("llama", "variance_epsilon"))),
-    **dict.fromkeys(_LIKE_GEMMA, Fused("norm", "fused_rms_norm", ("gemma", "eps"))),
-    **dict.fromkeys(in_models("T5+LayerNorm"), Fused("norm", "fused_rms_norm", ("t5", "variance_epsilon"))),
+    # These norms multiply by 1 + weight, in fp32.
+    **dict.fromkeys(in_models("Gemma Gemma2 Gemma3", "RMSNorm"), Fused("norm", "fused_rms_norm", ("gemma", "eps"))),
+    **dict.fromkeys(in_models("T5", "LayerNorm"), Fused("norm", "fused_rms_norm", ("t5", "variance_epsilon"))),
     **dict.fromkeys(_GATED, Fused("activation", "fused_gated")),
     "peft.tuners.lora.layer.Linear": Fused("lora", "fused_lora", draws=True),
     **dict.fromkeys(ACTIVATIONS, Fused("activation", "fused_activation")),
@@ -62,8 +59,7 @@ def _fused_of(cls: Any, forward: Any) -> Fused | None:
         return None
     if ROTARY_NAME in forward.__code__.co_names and _turns(forward.__globals__):
         return Fused("attention", "fused_rotary")
-    alike = (fused for path, fused in ALIKE.items() if _is_same(forward, resolve_name(path).forward))
-    return next(alike, None)
+    return next((fused for path, fused in ALIKE.items() if _is_same(forward, resolve_name(path).forward)), None)
 
 
 def _turns(names: dict[str, Any]) -> bool:

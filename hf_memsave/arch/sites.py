@@ -15,34 +15,25 @@ def path_of(cls: type[nn.Module]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def in_models(classes: str) -> list[str]:
-    """Return full names of Transformers' classes, from ``Prefix+Suffix``; ``Qwen2Moe`` is defined in ``qwen2_moe``."""
-    found = []
-    for prefix, suffix in (cls.split("+") for cls in classes.split()):
-        file = re.sub(r"(?<=\d)(?=[A-Z])", "_", prefix).lower()
-        found.append(f"transformers.models.{file}.modeling_{file}.{prefix}{suffix}")
-    return found
+def in_models(models: str, suffix: str) -> list[str]:
+    """Return full names of classes of Transformers' models; that of ``Qwen2Moe`` is defined in ``qwen2_moe``."""
+    files = {model: re.sub(r"(?<=\d)(?=[A-Z])", "_", model).lower() for model in models.split()}
+    return [f"transformers.models.{file}.modeling_{file}.{model}{suffix}" for model, file in files.items()]
 
 
 #: Norms that compute ``weight * (x * rsqrt(mean(x²) + eps)).to(x.dtype)``, as LLaMA's does.
-LIKE_LLAMA = in_models(
-    "Llama+RMSNorm Mistral+RMSNorm Mixtral+RMSNorm Phi3+RMSNorm Qwen2+RMSNorm Qwen2Moe+RMSNorm Qwen3+RMSNorm "
-    "Qwen3Moe+RMSNorm Granite+RMSNorm SmolLM3+RMSNorm"
-)
+LIKE_LLAMA = in_models("Llama Mistral Mixtral Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Granite SmolLM3", "RMSNorm")
 #: Activations -> their names in ``ops/approximate/inverse.py``.
 ACTIVATIONS = {
-    "torch.nn.modules.activation.GELU": "gelu",
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.NewGELUActivation": "new_gelu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    "transformers.activations.SiLUActivation": "silu",
+    "torch.nn.modules.activation.GELU": "gelu", "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh", "transformers.activations.NewGELUActivation": "new_gelu",
+    "torch.nn.modules.activation.SiLU": "silu", "transformers.activations.SiLUActivation": "silu",
     "transformers.activations.QuickGELUActivation": "quick_gelu",
-}
+}  # fmt: skip
 #: A norm's op is ``output_norm``, an activation's ``activation``.
 KIND_OF_CLASS = {
     "torch.nn.modules.normalization.LayerNorm": "norm",
-    **dict.fromkeys([*in_models("T5+LayerNorm"), *LIKE_LLAMA], "norm"),
+    **dict.fromkeys([*in_models("T5", "LayerNorm"), *LIKE_LLAMA], "norm"),
     **dict.fromkeys(ACTIVATIONS, "activation"),
 }
 #: Linears, whose weight gradients can be sampled.

@@ -23,10 +23,8 @@ STANDARD_OUTPUT = Path("-")
 #: The fields that have an option of their own beside ``--memsave``.
 _FIELDS = ("checkpoint", "tiles", "offload", "compile")
 _CONFIG = "--memsave --checkpoint --tiles --offload --compile"
-_STEP = (
-    "--batch-size --seq-len --dtype --autocast --optimizer --lora --quantized --checkpointing --accumulation "
-    "--attention --padded --holds-output --devices --sharding --layers"
-)
+_STEP = "--batch-size --seq-len --dtype --autocast --optimizer --lora --quantized --checkpointing --accumulation "
+_STEP += "--attention --padded --holds-output --devices --sharding --layers"
 _INPUTS = "model --batch --batch-size --seq-len --dtype --autocast --device"  # read by commands.inputs.load_inputs
 #: Command -> its options in order, and its description. Options joined by a bar exclude each other.
 COMMANDS = {
@@ -79,11 +77,10 @@ COMMANDS = {
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """Add a command's description and options to its parser."""
     options, parser.description = COMMANDS[command]
-    changes = CHANGES.get(command, {})
     for names in options.split():
         group = parser.add_mutually_exclusive_group() if "|" in names else parser
         for name in names.split("|"):
-            group.add_argument(name, **OPTIONS[name] | changes.get(name, {}))
+            group.add_argument(name, **OPTIONS[name] | CHANGES.get(command, {}).get(name, {}))
 
 
 def parse(parser: argparse.ArgumentParser, of: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -122,9 +119,8 @@ def check(args: argparse.Namespace) -> None:
         raise CommandError(f"--autocast: expected fp32 weights, got --dtype {args.dtype}. Leave one out.")
     if "lora" in args and (lora := lora_in(args.model)):
         if args.lora:
-            raise CommandError(
-                f"--lora: expected a model, got the adapter {args.model}. Leave it out, or name its base."
-            )
+            reason = f"--lora: expected a model, got the adapter {args.model}."
+            raise CommandError(reason, "Leave it out, or name its base.")
         args.lora = lora
     if get("quantized") and not args.lora:
         raise CommandError("--quantized: expected --lora, as it freezes the model, got none. Add --lora r=8.")

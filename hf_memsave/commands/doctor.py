@@ -21,7 +21,6 @@ from hf_memsave.config.sizes import counted
 from hf_memsave.measure.models import build_empty, load_config
 
 _PACKAGES = """torch transformers peft accelerate trl bitsandbytes triton liger_kernel unsloth""".split()
-_MISSING = "not installed"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,11 +59,11 @@ def versions() -> tuple[dict[str, str], list[str]]:
     kernels = (files("hf_memsave") / "_vendor/memsave_kernels/VERSION").read_text().strip()
     found = {"hf_memsave": __version__, "memsave_kernels": kernels, "python": platform.python_version()}
     for name in _PACKAGES:
-        installed = next((one.version for one in distributions(name=name)), _MISSING)
-        found[name] = torch.__version__ if name == "torch" else installed  # with its build: "+cu130"
+        installed = next((one.version for one in distributions(name=name)), "")
+        found[name] = torch.__version__ if name == "torch" else installed or "not installed"  # with its build: "+cu130"
         if bound := needed.get(name):
             found[name] += f" (needs {bound})"
-            if installed != _MISSING and not bound.contains(installed, prereleases=True):
+            if installed and not bound.contains(installed, prereleases=True):
                 problems.append(f"{name}: expected {bound}, got {installed}. Run: pip install '{name}{bound}'")
     return found, problems
 

@@ -50,8 +50,7 @@ def _that_fits(args: argparse.Namespace, config: PreTrainedConfig, console: Cons
         return config
     parts, copies = ("weights", 1) if adapter_in(args.model) else ("weights, gradients and their comparison", _COPIES)
     each = (weights_of(args) or config.dtype or torch.float32).itemsize * copies
-    is_main = args.device == "cpu"
-    free, of = (free_main_memory(), "main") if is_main else (torch.cuda.mem_get_info()[0], "GPU")
+    free, of = (free_main_memory(), "main") if args.device == "cpu" else (torch.cuda.mem_get_info()[0], "GPU")
     if args.layers:
         config = at_depth(config, depth_of(config, args.layers))
     elif not is_saved:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -121,16 +120,12 @@ class MemSaveConfig:
             except PlanError as error:
                 raise ConfigError(str(error)) from error
             if self.checkpoint is not None or self.offload or limits:
-                raise ConfigError(
-                    f"MemSaveConfig.budget={self.budget!r} chooses checkpoint and offload, got checkpoint="
-                    f"{self.checkpoint!r}, offload={self.offload}, layers={dict(self.layers or ())}. Leave out either "
-                    "the budget or those."
-                )
+                given = f"checkpoint={self.checkpoint!r}, offload={self.offload}, layers={dict(self.layers or ())}"
+                reason = f"MemSaveConfig.budget={self.budget!r} chooses checkpoint and offload, got {given}."
+                raise ConfigError(reason, "Leave out either the budget or those.")
         elif self.checkpoint is None and limits:
-            raise ConfigError(
-                "MemSaveConfig.layers['checkpoint']: expected a checkpoint= that it limits, got none. Use "
-                "checkpoint='gate' or another rung with it."
-            )
+            reason = "MemSaveConfig.layers['checkpoint']: expected a checkpoint= that it limits, got none."
+            raise ConfigError(reason, "Use checkpoint='gate' or another rung with it.")
         if self.compile:
             self._refuse_beside_compile()
         if self.storage is not None and self.activation == "precision_bit":
@@ -150,20 +145,17 @@ class MemSaveConfig:
         expected = "None, 'auto' or a whole number of tokens, 1 or more"
         self._expect("tiles", self.tiles in (None, "auto") or is_size, expected, "Use 'auto', or leave it out.")
         if self.tiles is not None and self.checkpoint not in (None, "tiles"):
-            raise ConfigError(
-                f"MemSaveConfig.tiles={self.tiles!r} runs whole blocks again, MLPs on parts of the tokens, got "
-                f"checkpoint={self.checkpoint!r} beside it. Leave out one of the two."
-            )
+            expected = f"MemSaveConfig.tiles={self.tiles!r} runs whole blocks again, MLPs on parts of the tokens"
+            raise ConfigError(f"{expected}, got checkpoint={self.checkpoint!r} beside it. Leave out one of the two.")
         if self.tiles is None and self.checkpoint != "tiles":
             return
         object.__setattr__(self, "checkpoint", "tiles")
         object.__setattr__(self, "tiles", self.tiles or "auto")
         found = {name: getattr(self, name) for name in ("storage", "linear", "compile")}
         if given := [f"{name}={value!r}" for name, value in found.items() if value]:
-            raise ConfigError(
-                f"MemSaveConfig.checkpoint='tiles' keeps a block's input alone, exactly, and runs its MLPs on parts of "
-                f"the tokens, got {', '.join(given)}. Use checkpoint='block', or leave that out."
-            )
+            what = "keeps a block's input alone, exactly, and runs its MLPs on parts of the tokens"
+            reason = f"MemSaveConfig.checkpoint='tiles' {what}, got {', '.join(given)}."
+            raise ConfigError(reason, "Use checkpoint='block', or leave that out.")
 
     def _refuse_beside_compile(self) -> None:
         """Raise ConfigError for fields that a compiled block cannot heed."""
@@ -171,26 +163,16 @@ class MemSaveConfig:
         harmless = {"dropout": ("seed", "mask", "auto"), "backend": ("torch", "auto")}
         given = [f"{n}={v!r}" for n, v in found.items() if v not in harmless.get(n, (getattr(MemSaveConfig, n),))]
         given += [f"layers[{kind!r}]" for kind in dict(self.layers or ()) if kind != "checkpoint"]
-        if given:
-            raise ConfigError(
-                f"MemSaveConfig.compile=True leaves to the compiler what a block computes and keeps, got "
-                f"{', '.join(given)}. Leave out compile, or {'that' if len(given) == 1 else 'those'}."
-            )
+        if got := ", ".join(given):
+            reason = f"MemSaveConfig.compile=True leaves to the compiler what a block computes and keeps, got {got}."
+            raise ConfigError(reason, f"Leave out compile, or {'that' if len(given) == 1 else 'those'}.")
 
     @classmethod
     def resolve(
         cls, value: MemSaveLike | None, fields: Mapping[str, Any] | None = None, *, may_plan: bool = False
     ) -> MemSaveConfig | None:
-        """Return the config that a ``memsave=`` argument means; None for False and None.
-
-        Args:
-            value: True for the default, a preset's name, a YAML or JSON file, a dict of fields, a config, or False.
-            fields: Fields to set in it, as in ``{"checkpoint": "gate"}``.
-            may_plan: Whether a budget is allowed: whether the caller knows a batch size and a sequence length.
-
-        Raises:
-            ConfigError: A name or value does not exist, a budget is not allowed, or both arguments set a checkpoint.
-        """
+        """Return the config that ``memsave=`` means, with ``fields`` set in it, None for False; else ConfigError."""
+        # A budget is for callers that know a batch size and a sequence length: ``may_plan``.
         if value is None or value is False:
             return None
         if isinstance(value, cls):
@@ -200,18 +182,15 @@ class MemSaveConfig:
         elif isinstance(value, (str, Path)):
             found = cls.named(value)
         else:
-            raise ConfigError(
-                "memsave must be True, False, a preset's name, a YAML or JSON file, a dict of fields or a "
-                f"MemSaveConfig, got {type(value).__name__}. Use memsave=True for the exact default."
-            )
+            expected = "True, False, a preset's name, a YAML or JSON file, a dict of fields or a MemSaveConfig"
+            reason = f"memsave must be {expected}, got {type(value).__name__}."
+            raise ConfigError(reason, "Use memsave=True for the exact default.")
         if fields:
             rung = fields.get("checkpoint", found.checkpoint)
             if found.checkpoint not in (None, rung):
-                raise ConfigError(
-                    f"checkpoint={rung!r}: expected a preset or config without a checkpoint of its own, got "
-                    f"{found.checkpoint!r}. Leave out one of the two."
-                )
-            found = dataclasses.replace(found, **fields)
+                expected = f"checkpoint={rung!r}: expected a preset or config without a checkpoint of its own"
+                raise ConfigError(f"{expected}, got {found.checkpoint!r}. Leave out one of the two.")
+            found = replace(found, **fields)
         if found.budget is not None and not may_plan:
             raise ConfigError(
                 f"MemSaveConfig.budget={found.budget!r}: expected a batch size and a sequence length to plan for, got "
@@ -258,7 +237,7 @@ class MemSaveConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, as JSON and YAML know it."""
-        fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
+        fields = asdict(self) | {"layers": dict(self.layers) if self.layers else None}
         return dict(json.loads(json.dumps(fields)))
 
     @classmethod

@@ -47,9 +47,8 @@ def fields_of(path: str | Path) -> Any:
         fields = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))  # JSON is YAML
     except OSError as error:
         where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(
-            f"cannot read {path}{where}: {error.strerror}. Expected a JSON or YAML file, as memsave plan --out writes."
-        ) from error
+        reason = f"cannot read {path}{where}: {error.strerror}."
+        raise ConfigError(reason, "Expected a JSON or YAML file, as memsave plan --out writes.") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from error
     if fields is None:

@@ -9,9 +9,6 @@ from typing import Any
 from hf_memsave.config.files import fields_of
 from hf_memsave.errors import MeasureError
 
-#: Fields of PEFT's ``LoraConfig`` by which adapters differ from module to module.
-_VARIED = ("rank_pattern", "alpha_pattern", "layers_to_transform", "target_parameters")
-
 
 @dataclass(frozen=True)
 class Lora:
@@ -26,10 +23,8 @@ class Lora:
 
     def __post_init__(self) -> None:
         if self.r < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or self.dtype not in ("fp32", "model"):
-            raise MeasureError(
-                "lora: expected r from 1, alpha above 0, dropout in [0, 1), dtype fp32 or model, "
-                f"got {self}. Change that."
-            )
+            reason = f"lora: expected r from 1, alpha above 0, dropout in [0, 1), dtype fp32 or model, got {self}."
+            raise MeasureError(reason, "Change that.")
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
@@ -48,7 +43,8 @@ def lora_in(name: str) -> Lora | None:
     """Return the LoRA adapters in a folder, None for another folder; MeasureError for adapters of another kind."""
     if not (found := adapter_in(name)):
         return None
-    odd = {n: v for n, v in found.items() if (n in _VARIED and v) or (n == "peft_type" and v != "LORA")}
+    varied = ("rank_pattern", "alpha_pattern", "layers_to_transform", "target_parameters")  # from module to module
+    odd = {n: v for n, v in found.items() if (n in varied and v) or (n == "peft_type" and v != "LORA")}
     if odd or not isinstance(targets := found.get("target_modules"), list):
         raise MeasureError(
             f"{name}: expected LoRA adapters, alike in all modules of a list of names, got {odd or targets!r}.",

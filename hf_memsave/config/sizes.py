@@ -10,18 +10,13 @@ from collections.abc import Iterable
 from hf_memsave.errors import PlanError
 
 MIB, GIB = 2**20, 2**30
+#: Unit -> a power: of 1000 before a B alone ("24GB"); else ("24GiB", and as for SLURM "24G") of 1024.
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(I?B?))?", re.IGNORECASE | re.ASCII)
 
 
 def bytes_of(size: int | str, name: str = "memory") -> int:
-    """Return bytes given as such or as a text: "24GiB" and (as for SLURM) "24G" are 24 x 2^30, "24GB" is 24 x 10^9.
-
-    A text without a unit is bytes, but refused below a MiB, as it lacks one. An error calls the size ``name``.
-
-    Raises:
-        PlanError: It is neither, or not more than 0.
-    """
+    """Return bytes given as such or as a text; PlanError, which calls the size ``name``, for anything else."""
     count = 0
     if isinstance(size, int) and not isinstance(size, bool):
         count = size
@@ -29,7 +24,7 @@ def bytes_of(size: int | str, name: str = "memory") -> int:
         number, unit, kind = found.groups()
         each = (1000 if kind.upper() == "B" else 1024) ** _UNITS[unit.upper()] if unit else 1
         count = int(min(float(number) * each, sys.maxsize))
-        count = count if unit or count >= MIB else 0
+        count = count if unit or count >= MIB else 0  # so few bytes are a number that lacks its unit
     if count > 0:
         return count
     raise PlanError(

@@ -28,10 +28,7 @@ def when_imported(name: str, teach: Callable[[Any], None]) -> None:
 
 
 def wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
-    """Wrap the function ``name`` of class ``owner`` by ``call(stock, *args, **kwargs)``; do nothing the second time.
-
-    A class method stays one; where the class has nothing of this name, it gets one, and ``stock`` is None.
-    """
+    """Wrap the function ``name`` of class ``owner`` by ``call(stock, *args, **kwargs)``; do nothing the second time."""
     found = vars(owner).get(name)
     stock = getattr(found, "__func__", found)
     if hasattr(stock, _MARK):
@@ -40,7 +37,7 @@ def wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
     def ours(*args: Any, **kwargs: Any) -> Any:
         return call(stock, *args, **kwargs)
 
-    if stock is not None:
+    if stock is not None:  # else the class has nothing of this name, and gets a class method
         functools.update_wrapper(ours, stock)
     setattr(ours, _MARK, (ours, found))
     setattr(owner, name, ours if isinstance(found, FunctionType) else classmethod(ours))

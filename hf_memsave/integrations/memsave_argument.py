@@ -29,18 +29,13 @@ def install() -> None:
     when_imported("transformers.training_args_seq2seq", teach_arguments)
     when_imported("transformers.trainer", teach_trainers)
     when_imported("peft.tuners.tuners_utils", teach_peft)
-    when_imported("peft.peft_model", teach_adapters)
+    when_imported("peft.peft_model", lambda module: wrap(module.PeftModel, "from_pretrained", _load))
 
 
 def teach_models(modeling_utils: Any) -> None:
     """Teach ``PreTrainedModel`` the ``memsave`` argument."""
     for name in ("from_pretrained", "_from_config"):
         wrap(modeling_utils.PreTrainedModel, name, _load)
-
-
-def teach_adapters(peft_model: Any) -> None:
-    """Teach ``PeftModel.from_pretrained`` the ``memsave`` argument, which PEFT would ignore."""
-    wrap(peft_model.PeftModel, "from_pretrained", _load)
 
 
 def teach_arguments(module: Any) -> None:
@@ -57,10 +52,8 @@ def _make_arguments(stock: Callable[..., None], self: Any, /, *args: Any, **kwar
         from hf_memsave.config.fields import UnknownFieldError
 
         name = type(self).__name__
-        raise UnknownFieldError(
-            f"{name} has no field 'memsave': expected it among the trainer's own arguments. Use "
-            f"Trainer(model, {name}(...), memsave={kwargs['memsave']!r})."
-        )
+        reason = f"{name} has no field 'memsave': expected it among the trainer's own arguments."
+        raise UnknownFieldError(reason, f"Use Trainer(model, {name}(...), memsave={kwargs['memsave']!r}).")
     stock(self, *args, **kwargs)
 
 
@@ -72,10 +65,9 @@ def _load(stock: Callable[..., Any], cls: Any, /, *args: Any, memsave: MemSaveLi
     config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
     for given in (*args, kwargs.get("config")):
         if isinstance(given, PreTrainedConfig) and hasattr(given, "memsave"):
-            raise ConfigError(
-                f"the model's own config ({type(given).__name__}) has an attribute 'memsave' = {given.memsave!r}, and "
-                "Transformers sets that instead of passing memsave= on. Remove that key from its config.json."
-            )
+            found = f"the model's own config ({type(given).__name__}) has an attribute 'memsave' = {given.memsave!r}"
+            reason = f"{found}, and Transformers sets that instead of passing memsave= on."
+            raise ConfigError(reason, "Remove that key from its config.json.")
     loaded = stock(cls, *args, **kwargs)
     if config is not None:
         from hf_memsave.patching.patch import patch

@@ -66,21 +66,15 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         self._model: Callable[[], nn.Module | None] = lambda: None
 
     def add_to(self, trainer: Trainer) -> None:
-        """Add this callback to a trainer before all others, so that reporters get its figures; one at most.
-
-        Raises:
-            ConfigError: The trainer has one with another config.
-        """
+        """Add this callback to a trainer before all others, one at most; ConfigError for one with another config."""
         callbacks = trainer.callback_handler.callbacks
         there = next((c for c in callbacks if isinstance(c, MemSaveCallback)), None)
         if there is None:
             callbacks.insert(0, self)
             self.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
         elif not self._takes_what_is_there and self.config != there.config:
-            raise ConfigError(
-                f"The trainer has MemSaveCallback({there.config}) in callbacks=, and got memsave={self.config} as "
-                "well. Leave out one of the two."
-            )
+            found = f"The trainer has MemSaveCallback({there.config}) in callbacks="
+            raise ConfigError(f"{found}, and got memsave={self.config} as well. Leave out one of the two.")
         else:
             callbacks.insert(0, callbacks.pop(callbacks.index(there)))
 

@@ -52,10 +52,8 @@ def check(config: PreTrainedConfig, result: Estimate, training: Training, memsav
             found[name] = Check(predicted=predicted, measured=measured)
     if not found:
         least = min(estimated.peak for estimated in result.columns.values())
-        raise MeasureError(
-            f"the step needs {gib(least)}, and {gib(free)} are free on this machine's GPU. To check it there, lower "
-            "--batch-size, --seq-len or --layers."
-        )
+        reason = f"the step needs {gib(least)}, and {gib(free)} are free on this machine's GPU."
+        raise MeasureError(reason, "To check it there, lower --batch-size, --seq-len or --layers.")
     return found
 
 

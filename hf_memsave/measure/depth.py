@@ -30,8 +30,6 @@ from hf_memsave.tape.decide import SPAN
 FROM, REPEATS = SPAN + 2, SPAN * (SPAN + 1)
 #: Stock: the layer from which layers, and so the peak of a step, are alike.
 _FROM_STOCK = 3
-#: The figures for which a trace records how much each layer adds.
-_OF_LAYER = ("kept", "at_loss", "away", "flops")
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,9 @@ def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:
             places[_moved(place, end, blocks)] = Moment(**found | {"op": moments[0].op})
     names = ("parameters", "trained", "states", "flops", "numbers", "by_kind", "by_module", "sites")
     figures = {name: depths.carried([getattr(trace, name) for trace in traces]) for name in names}
+    recorded = ("kept", "at_loss", "away", "flops")  # how much each layer adds to these
     added = {
-        field: {name: (getattr(deeper, name) - getattr(first, name)) / n for name in _OF_LAYER}
+        field: {name: (getattr(deeper, name) - getattr(first, name)) / n for name in recorded}
         for (field, n), deeper in zip(depths.every.items(), traces[1:], strict=True)
     }
     return replace(first, places=places, blocks=blocks, per_layer=added, depths=depths.run, **figures)

@@ -1,8 +1,7 @@
 """Estimate the GPU memory of a training step from a model's configuration alone: no weights, and no GPU.
 
-A few layers run forward, backward and the optimizer on a stand-in for a CUDA device
-(:mod:`~hf_memsave.measure.fake_device`), where every byte is counted; the full depth follows exactly
-(:mod:`~hf_memsave.measure.depth`).
+A few layers run on a stand-in (:mod:`~hf_memsave.measure.fake_device`), where every byte is counted; the full depth
+follows exactly (:mod:`~hf_memsave.measure.depth`).
 
 Modelled: parameters, gradients, optimizer states, activations, transients of forward, loss, backward and optimizer,
 autocast's copies, adapters, rounding to 512 bytes, the largest workspaces of attention. Stated as constants:
@@ -180,15 +179,11 @@ def estimate(
     traces = _traces(config, depth, setting, tuple(dict.fromkeys((None, resolved))))
     tokens, dtype = traces[0].inputs.get("input_ids"), setting.autocast or setting.dtype  # that linears compute in
     steps = [trace.sharded(sharding, devices) for trace in traces]
+    u = math.prod(tokens) * config.hidden_size * dtype.itemsize if tokens and depth else None
     return Estimate(
-        model=config.model_type,
-        depth=depth,
-        u=math.prod(tokens) * config.hidden_size * dtype.itemsize if tokens and depth else None,
-        stock=steps[0],
-        patched=steps[-1] if resolved else None,
-        optimizer=setting.optimizer,
-        memory=limit,
-    )
+        model=config.model_type, depth=depth, u=u, stock=steps[0], patched=steps[-1] if resolved else None,
+        optimizer=setting.optimizer, memory=limit,
+    )  # fmt: skip
 
 
 @without_gpus

@@ -1,8 +1,4 @@
-"""The memory figures of one training step: the highest moment of each part of it, and what follows from these.
-
-A step is divided into *places*: a phase ("forward", "backward", "optimizer"), a stack of repeated blocks, and the
-number of the running block. The highest moment of each is kept, for :mod:`~hf_memsave.measure.depth`.
-"""
+"""The memory figures of one training step: the highest moment of each part of it, and what follows from these."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ SHARDINGS = {
 class Place(NamedTuple):
     """A place in a step: its phase, the path of a stack, and the number of a block in it ("" and 0 outside blocks)."""
 
-    phase: str
+    phase: str  # "forward", "backward" or "optimizer"
     stack: str = ""
     block: int = 0
     is_after: bool = False  # between the end of a block's forward and the next block
@@ -179,10 +175,8 @@ class Trace:
     def sharded(self, name: str, devices: int) -> Trace:
         """Return the step of one of ``devices`` under a sharding; MeasureError for an unknown name or number."""
         if name not in SHARDINGS or not isinstance(devices, int) or devices < 1:
-            raise MeasureError(
-                f"sharding: expected {' or '.join(SHARDINGS)} over 1 device or more, got {name!r} over {devices!r}. "
-                "Leave it out for one device."
-            )
+            expected = f"sharding: expected {' or '.join(SHARDINGS)} over 1 device or more"
+            raise MeasureError(f"{expected}, got {name!r} over {devices!r}. Leave it out for one device.")
         if devices == 1:
             return self
         parameters, gradients, states = (devices if is_divided else 1 for is_divided in SHARDINGS[name])

@@ -27,10 +27,7 @@ from hf_memsave.tape.private import autocast_cache, tree_map
 aten = torch.ops.aten
 #: Names of kernels, in PyTorch's order of preference (on Hopper, cuDNN may come first).
 ATTENTION = ("flash", "efficient", "cudnn")
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
-}  # fmt: skip
+BACKENDS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in ATTENTION} | {"math": SDPBackend.MATH}
 _BACKWARDS = [getattr(aten, f"_scaled_dot_product_{name}_attention_backward").default for name in ATTENTION[:2]]
 
 LOW = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu

@@ -37,11 +37,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Quantize the weights of linears to NF4, as bitsandbytes does, and cast the rest to fp32, as PEFT does. In place.
-
-    On the meta device, they become stand-ins of bitsandbytes' linears. The output embedding, classifiers, and modules
-    that the class keeps in fp32 are not quantized, as in Transformers.
-    """
+    """Quantize weights of linears to NF4, as bitsandbytes does, and cast the rest to fp32, as PEFT does. In place."""
+    # As in Transformers, the output embedding, classifiers and modules that the class keeps in fp32 are left.
     output, wide = model.get_output_embeddings(), set(model._keep_in_fp32_modules or ())
     for module in list(model.modules()):
         for name, child in module.named_children():

@@ -77,8 +77,7 @@ def load_config(name: str) -> PreTrainedConfig:
 def text_head(config: PreTrainedConfig) -> Any:
     """Return the Auto class for a text model's named architecture, else its usual one; None without token ids."""
     known = {task: cls.__name__ for task, auto in HEADS.items() if (cls := _class_in(auto, config)) is not None}
-    named = (config.architectures or [""])[0]
-    asked = [task for task, name in known.items() if name == named]
+    asked = [task for task, name in known.items() if name == (config.architectures or [""])[0]]
     usual = ["SEQ_CLS", "MASKED_LM"] if "MASKED_LM" in known else ["CAUSAL_LM"]
     usual = ["SEQ_2_SEQ_LM"] if config.is_encoder_decoder else usual
     return next((HEADS[task] for task in (*asked, *usual) if task in known), None)
@@ -196,10 +195,9 @@ def load_model(
     except MeasureError:
         raise
     except UNREADABLE as error:
-        raise MeasureError(
-            f"{name}: {type(error).__name__}: {str(error) or 'it cannot be loaded'} Expected a model that "
-            "from_pretrained loads; for its architecture alone, name its config.json."
-        ) from error
+        expected = "Expected a model that from_pretrained loads; for its architecture alone, name its config.json."
+        reason = f"{name}: {type(error).__name__}: {str(error) or 'it cannot be loaded'}"
+        raise MeasureError(reason, expected) from error
 
 
 def name_special_tokens(config: PreTrainedConfig) -> None:

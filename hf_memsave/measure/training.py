@@ -122,10 +122,9 @@ def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfi
         return model_or_config
     config = getattr(model_or_config, "config", None)
     if not isinstance(config, PreTrainedConfig):
-        raise MeasureError(
-            "estimate: expected a configuration or a model of Transformers, its folder or its name on the hub, got "
-            f"{type(model_or_config).__name__}. Count another model's step with hf_memsave.count.peak.count_peak."
-        )
+        expected = "a configuration or a model of Transformers, its folder or its name on the hub"
+        reason = f"estimate: expected {expected}, got {type(model_or_config).__name__}."
+        raise MeasureError(reason, "Count another model's step with hf_memsave.count.peak.count_peak.")
     if isinstance(dtype := getattr(model_or_config, "dtype", None), torch.dtype):
         training.setdefault("dtype", dtype)
     return config

@@ -25,8 +25,6 @@ from hf_memsave.tape import Tape, private
 
 #: Most graphs of one class of blocks: each kind of mask, length, attention and mode takes a graph of its own.
 MOST = 64
-#: Attribute of a checkpointed call: id of a block -> whether it ran compiled.
-_RAN = "_memsave_compiled"
 
 
 class _OpByOpError(Exception):
@@ -62,16 +60,15 @@ class CompiledBlocks:
         call = private.checkpointed_call()
         if call is None and tape is None and not private.hooks_work():  # evaluation: lengths and caches of all kinds
             return NotImplemented
-        # Op by op a block draws other dropout masks: it runs again as it ran in its forward.
-        ran: dict[int, bool] = {} if call is None else vars(call).setdefault(_RAN, {})
+        # Op by op a block draws other dropout masks: it runs again as it ran in its forward, which the call remembers.
+        ran: dict[int, bool] = {} if call is None else vars(call).setdefault("_memsave_compiled", {})
         before = ran.get(id(block))
         out = NotImplemented if before is False else self._try(block, tape is not None, args, kwargs)
         ran[id(block)] = out is not NotImplemented
         if before and out is NotImplemented:
-            raise KeptTensorChangedError(
-                f"a checkpointed {self.name} runs again in backward: expected it compiled, as in its forward, got "
-                f"{self.why_not or 'a cache or a dispatch mode'}. Leave compile=True or gradient checkpointing out."
-            )
+            expected, got = "expected it compiled, as in its forward", self.why_not or "a cache or a dispatch mode"
+            reason = f"a checkpointed {self.name} runs again in backward: {expected}, got {got}."
+            raise KeptTensorChangedError(reason, "Leave compile=True or gradient checkpointing out.")
         return out
 
     def _try(self, block: nn.Module, has_hooks: bool, args: Any, kwargs: Any) -> Any:

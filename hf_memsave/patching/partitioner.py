@@ -24,12 +24,9 @@ from hf_memsave.arch.sites import is_run_again
 VERSION = 1
 #: Settings of the partitioner, to recompute as the tape does: what is cheap, however far away or long the chain.
 RULES = {
-    "activation_memory_budget": 1.0,
-    "ban_recompute_used_far_apart": False,
-    "ban_recompute_long_fusible_chains": False,
-    "ban_recompute_materialized_backward": False,
-    "treat_parameters_as_free_to_save": True,
-}
+    "activation_memory_budget": 1.0, "treat_parameters_as_free_to_save": True, "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False, "ban_recompute_materialized_backward": False,
+}  # fmt: skip
 _CHEAP = {"inductor_random", "inductor_randint", "inductor_lookup_seed", "cat", "constant_pad_nd"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 

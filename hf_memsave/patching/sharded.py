@@ -45,10 +45,9 @@ def frees_after_forward(module: nn.Module) -> bool:
 def refuse_zero3(model: nn.Module, rung: str | None) -> None:
     """Raise if linears of ``model`` are to run again in backward, where ZeRO-3 has freed their weights."""
     if rung not in (None, "block", "tiles") and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise PatchError(
-            f"checkpoint={rung!r}: expected parameters that stay, got DeepSpeed ZeRO-3's, which are gone when a linear "
-            "would run again in backward. Use checkpoint='block' or gradient checkpointing there, or ZeRO-2."
-        )
+        got = "DeepSpeed ZeRO-3's, which are gone when a linear would run again in backward"
+        reason = f"checkpoint={rung!r}: expected parameters that stay, got {got}."
+        raise PatchError(reason, "Use checkpoint='block' or gradient checkpointing there, or ZeRO-2.")
 
 
 _zero3 = cache(partial(Sharded, is_per_module=True))

@@ -176,12 +176,10 @@ def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not op.replaces_stock or kwargs or (tape := current()) is None or tape.ledger is None:
         return op.forward(self, patch, *args, **kwargs)
     run = functools.partial(op.forward, self, patch, *args)
-    stock = functools.partial(patch.stock.forward, self)
-    return run_counted(tape, op.name, run, stock, args, self)
+    return run_counted(tape, op.name, run, functools.partial(patch.stock.forward, self), args, self)
 
 
-def _rebuild(patch: Patch) -> nn.Module:
+def _rebuild(patch: Patch) -> Any:
     """Make an empty module of the patched class, whose state ``copy.deepcopy`` or ``pickle`` sets next."""
     cls = patched_class(patch)
-    empty: nn.Module = cls.__new__(cls)
-    return empty
+    return cls.__new__(cls)

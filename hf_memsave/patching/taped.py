@@ -12,7 +12,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
-from hf_memsave.tape.private import checkpoint_frame, function_in_backward, innermost_hooks
 from hf_memsave.tape.tensors import is_plain, tensors_in
 
 #: Attribute of a model or block: the :class:`~hf_memsave.ops.sampled.sampler.Sampler` of its sampled linears.
@@ -63,7 +61,7 @@ _ALONE = contextlib.nullcontext()
 CALLS: weakref.WeakKeyDictionary[nn.Module, dict[int, dict[int, int]]] = weakref.WeakKeyDictionary()
 
 
-@lru_cache(1024)
+@functools.lru_cache(1024)
 def settings_of(config: MemSaveConfig, block: int, has_quantized: bool, applied: int) -> BlockSettings:
     """Return a tape's settings for block number ``block``: the table, what is kept of dropouts, what packs bits."""
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
@@ -75,7 +73,7 @@ def settings_of(config: MemSaveConfig, block: int, has_quantized: bool, applied:
     return _fused_table(tuple(stock), has_quantized, applied), dropout, FUSED_CODERS
 
 
-@cache
+@functools.cache
 def _fused_table(stock: tuple[str, ...], has_quantized: bool, applied: int) -> Mapping[Any, Any]:
     """Return the table with fused linears: some 1000 entries, shared by all that leave the same kinds to stock."""
     return table_without(*stock) | fused_linear.FUNCTIONS
@@ -96,7 +94,7 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
             return out
     if tape is None and not hooks_work():
         if sampler is not None and module.training and not torch.is_grad_enabled():
-            sampler.remember(private.functions_in_forward(), function_in_backward())
+            sampler.remember(private.functions_in_forward(), private.function_in_backward())
         is_model = isinstance(module, PreTrainedModel) and config.loss == "chunked"
         with without_tape(_head_below(module), args, kwargs) if is_model else _ALONE:
             return forward(module, *args, **kwargs)
@@ -106,7 +104,7 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
         cls: Any = type(module)
         arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
         arguments |= {} if index is None else {INDEX: index}
-        entering = sampler.entering(arguments, given, checkpoint_frame(), function_in_backward())
+        entering = sampler.entering(arguments, given, private.checkpoint_frame(), private.function_in_backward())
     with entering:
         if tape is None:
             leave_alone((args, kwargs))  # a caller of one's own, or a checkpoint, may hold the masks of the batch
@@ -138,7 +136,7 @@ def _lay(
     # Hooks outside are a checkpoint's, which holds the arguments of the block. A batch is not held: Trainer lets go of
     # it before backward, and a collator may fill the same tensors again.
     given = list(tensors_in((*args, *kwargs.values())))
-    is_alone = innermost_hooks() is None
+    is_alone = private.innermost_hooks() is None
     held = [] if is_alone else given
     trained, calls = trained_in(module) if is_alone or FIRST in module.__dict__ else 0, None
     if is_alone:  # else all is recorded, each time
@@ -163,7 +161,7 @@ def _lay(
         if ledger is not None:  # the next forward is counted
             ledger.forget()
             module.__dict__[LEDGER] = ledger
-        if innermost_hooks() is None and private.refuses_hooks(error):
+        if private.innermost_hooks() is None and private.refuses_hooks(error):
             raise PatchError(
                 f"the forward of {type(module).__name__} calls what refuses saved-tensor hooks, such as "
                 "torch.func.grad, and hf_memsave works by those hooks. Patch the parts of the model that do not: "
@@ -192,7 +190,7 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor], trained: int) ->
             mark_buffers(module)
     if (ledger := waiting(module, trained)) is None:
         return None
-    if checkpoint_frame()[0] is not None or function_in_backward() is not None:
+    if private.checkpoint_frame()[0] is not None or private.function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
         return None
     is_step = module.training and not is_measuring()
@@ -210,7 +208,7 @@ def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Ledger |
     """Return the ledger of a tape within other hooks, None if stock reruns it too; and whether our patch reruns it."""
     around = private.innermost_mode()
     ledger, is_within = (around.ledger, around.is_within) if isinstance(around, Tape) else (None, False)
-    frame = checkpoint_frame()[0]
+    frame = private.checkpoint_frame()[0]
     if ledger is None or is_within or frame is None:
         return ledger, is_within
     is_ours = runs_again(module)  # its positional arguments the checkpoint asks the model's tape to keep
@@ -246,6 +244,6 @@ def call_with_batch(call: Any) -> Any:
     return __call__
 
 
-@lru_cache(256)
+@functools.lru_cache(256)
 def _parameters(cls: Any) -> list[str]:
     return list(inspect.signature(cls.forward).parameters)[1:]

@@ -1,8 +1,7 @@
 """Auto-Tempo: list settings of what to convert in a model, try them on one batch, and take the best that fits.
 
-:func:`fast` converts nothing and everything, each with its largest batch, and takes what trains more sequences a
-second. :func:`smart` keeps the batch. It tries nothing, everything and each kind alone; then, from everything, fewer
-blocks of one kind after another, beginning with the kind that frees the fewest bytes for a second that it adds.
+:func:`smart` tries nothing, everything and each kind alone; then, from everything, fewer blocks of one kind after
+another, beginning with the kind that frees the fewest bytes for a second that it adds.
 
 Source: Andoorveedu et al. (2022), arXiv:2210.10246, section 5.2.
 """

@@ -76,10 +76,8 @@ def _longest(batches: Any, remedy: str) -> int:
             row = max((rows[i * count // read] for i in range(read)), key=lambda row: len(row["input_ids"]))  # type: ignore[index]
             ids = torch.as_tensor(row["input_ids"]) if collate is None else collate([copy.copy(row)])["input_ids"]
     except (TypeError, KeyError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
-        raise PlanError(
-            "budget: expected a data set with a length and rows with 'input_ids', whose longest row tells the "
-            f"sequence length, got {type(rows).__name__}. {remedy}"
-        ) from error
+        expected = "a data set with a length and rows with 'input_ids', whose longest row tells the sequence length"
+        raise PlanError(f"budget: expected {expected}, got {type(rows).__name__}. {remedy}") from error
     found = int(ids.shape[-1])
     logger.info("budget: planned for %d tokens, the longest of %d rows read out of %d.", found, read, count)
     return found

@@ -96,10 +96,8 @@ class Settings:
         """Trace a way's step, or stock's for None, on one of the devices, with these fields of the training changed."""
         trace = trace_in_full(self.config, self.depth, replace(self.training, **changes), way)
         if not trace.per_layer:
-            raise MeasureError(
-                f"a plan needs a text model whose layers are alike, got {trace.model}. Compare settings by hand, each "
-                "with hf_memsave.estimate(...)."
-            )
+            reason = f"a plan needs a text model whose layers are alike, got {trace.model}."
+            raise MeasureError(reason, "Compare settings by hand, each with hf_memsave.estimate(...).")
         return trace.sharded(*self.shards)
 
     def setting(self, way: MemSaveConfig, layers: int | None = None, **changes: Any) -> Setting:
@@ -115,12 +113,9 @@ class Settings:
             again = stock, self.trace(None, **changes | {"checkpointing": True})
         flops += self._mixed(*again, layers, "flops") - again[0].flops
         limited = {**dict(way.layers or ()), "checkpoint": layers}
-        return Setting(
-            config=replace(way, layers=limited) if way.checkpoint else way,
-            needed=self._peak(plain, whole, layers) + min(away, plain.in_flight) + OWN,  # what has not left yet
-            away=away,
-            cost=round(flops / stock.flops, 6),
-        )
+        config, cost = replace(way, layers=limited) if way.checkpoint else way, round(flops / stock.flops, 6)
+        needed = self._peak(plain, whole, layers) + min(away, plain.in_flight) + OWN  # what has not left yet
+        return Setting(config=config, needed=needed, away=away, cost=cost)
 
     def _mixed(self, plain: Trace, whole: Trace, layers: int, name: str) -> float:
         """Interpolate a figure with the rung in the first ``layers``, from traces with it in none and in all."""
@@ -268,8 +263,7 @@ def _plan(settings: Settings, limit: int, most_away: int | None) -> BudgetPlan:
     if not fitting:
         raise PlanError(_too_much(settings, tried, limit))
     by_cost = sorted(fitting.values(), key=attrgetter("config.offload", "cost", "needed"))
-    every = tuple(tried.values())
-    return BudgetPlan(best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=every, stock=stock)
+    return BudgetPlan(best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=tuple(tried.values()), stock=stock)
 
 
 def _too_much(settings: Settings, tried: dict[MemSaveConfig, Setting], limit: int) -> str:

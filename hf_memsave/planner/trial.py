@@ -24,8 +24,6 @@ from hf_memsave.patching.swap import is_patched
 
 #: A function that runs the step it is given once or more, and returns the seconds of one.
 Timer = Callable[[Callable[[], None]], float]
-#: The usable share of a CUDA device's free memory; the rest is for backward's temporaries and fragmentation.
-_USABLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,8 @@ class Bench:
         forward: Callable[..., Any] | None, optimizer_bytes: int, timer: Timer,
     ) -> None:  # fmt: skip
         if any(map(is_patched, model.modules())):
-            raise PlanError(
-                f"expected a stock {type(model).__name__}, got one that is patched already. Call "
-                "hf_memsave.unpatch(model) first, or load it without memsave=."
-            )
+            reason = f"expected a stock {type(model).__name__}, got one that is patched already."
+            raise PlanError(reason, "Call hf_memsave.unpatch(model) first, or load it without memsave=.")
         if (resolved := MemSaveConfig.resolve(config)) is None:
             raise PlanError(f"config: expected something to convert, got {config!r}. Use config=True.")
         self.model, self.batch, self.config, self.timer = model, batch, resolved, timer
@@ -140,10 +136,9 @@ class Bench:
                 return 2 * self.memory
             for (n, less), (m, more) in itertools.pairwise(sorted(known.items())):
                 if more.needed <= less.needed:
-                    raise PlanError(
-                        f"expected a batch of {m} to need more than one of {n}, got {gib(more.needed)} and "
-                        f"{gib(less.needed)}. Give tensors [batch, ...] that the loss depends on."
-                    )
+                    got = f"{gib(more.needed)} and {gib(less.needed)}"
+                    reason = f"expected a batch of {m} to need more than one of {n}, got {got}."
+                    raise PlanError(reason, "Give tensors [batch, ...] that the loss depends on.")
             return known[size].needed
 
         return known[search(needed, self.memory, self.batch_size, most, {0: self.fixed})]
@@ -169,10 +164,9 @@ class Bench:
             is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
             if not is_full and "DefaultCPUAllocator: " not in str(error):  # whose error has no type of its own
                 raise
-            raise _DeviceFullError(
-                f"the device ran out of memory on {size} sequences, expected room for {gib(self.memory)}. What "
-                "backward computes and drops again is not counted: give a smaller limit, or a smaller batch."
-            ) from error
+            reason = f"the device ran out of memory on {size} sequences, expected room for {gib(self.memory)}."
+            remedy = "What backward computes and drops again is not counted: give a smaller limit, or a smaller batch."
+            raise _DeviceFullError(reason, remedy) from error
 
 
 def limit_of(memory: int | str | None, model: nn.Module) -> int:
@@ -182,14 +176,13 @@ def limit_of(memory: int | str | None, model: nn.Module) -> int:
     parameters = list(model.parameters())
     devices = sorted({p.device for p in parameters}, key=str)
     if [device.type for device in devices] != ["cuda"]:
-        raise PlanError(
-            f"memory: expected how much there is, such as '16GiB', got None for a model on "
-            f"{', '.join(map(str, devices))}. Name it: only the free memory of one CUDA device is known."
-        )
+        where = ", ".join(map(str, devices))
+        reason = f"memory: expected how much there is, such as '16GiB', got None for a model on {where}."
+        raise PlanError(reason, "Name it: only the free memory of one CUDA device is known.")
     free = torch.cuda.mem_get_info(devices[0])[0] + torch.cuda.memory_reserved(devices[0])
     own = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
     free += sum(t.numel() * t.itemsize for t in own) - torch.cuda.memory_allocated(devices[0])
-    return int(_USABLE * free)
+    return int(0.9 * free)  # the rest is for backward's temporaries and fragmentation
 
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
