@@ -23,7 +23,8 @@ from hf_memsave.config.names import shape_of
 from hf_memsave.measure.models import at_depth
 from publish import arguments, publish, versions
 
-LLAMA, T5 = (AutoConfig.for_model(**shape_of(name)) for name in ("llama-3-8b", "t5-large"))
+LLAMA = shape_of("llama-3-8b")
+LLAMA_8B, T5 = AutoConfig.for_model(**LLAMA), AutoConfig.for_model(**shape_of("t5-large"))
 BERT = BertConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
 VIT = ViTConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
 BF16 = {"optimizer": "adamw_fused"}
@@ -57,15 +58,15 @@ LLAMA_LORA, BERT_LARGE = "Llama-3-8B, LoRA, bf16, 4 x 2048 tokens", "BERT-Large,
 #: A quarter of the depth, which by every method fits 80 GB, and which torch.compile compiles in a minute.
 EIGHT = "Llama-3-8B's first 8 of 32 layers, LoRA, bf16, 4 x 2048 tokens"
 MODELS = {
-    LLAMA_LORA: Model(LLAMA, 4, 2048, LORA),
+    LLAMA_LORA: Model(LLAMA_8B, 4, 2048, LORA),
     "Llama-3-8B, QLoRA, autocast, 4 x 2048": Model(
-        LLAMA, 4, 2048, {**LORA, "autocast": "bf16", "quantized": "nf4"},
+        LLAMA_8B, 4, 2048, {**LORA, "autocast": "bf16", "quantized": "nf4"},
     ),
-    "Llama-3-8B, full, bf16, 8-bit AdamW, 4 x 2048": Model(LLAMA, 4, 2048, {"optimizer": "adamw_8bit"}),
+    "Llama-3-8B, full, bf16, 8-bit AdamW, 4 x 2048": Model(LLAMA_8B, 4, 2048, {"optimizer": "adamw_8bit"}),
     BERT_LARGE: Model(BERT, 32, 512, {**AUTOCAST, "padded": True}),
     "T5-Large, full, autocast, 8 x 512": Model(T5, 8, 512, {**AUTOCAST, "padded": True}),
     "ViT-L/16, full, autocast, 64 images": Model(VIT, 64, None, AUTOCAST),
-    EIGHT: Model(at_depth(LLAMA, {"num_hidden_layers": 8}), 4, 2048, LORA),
+    EIGHT: Model(at_depth(LLAMA_8B, {"num_hidden_layers": 8}), 4, 2048, LORA),
 }  # fmt: skip
 #: The default with all fields off but the chunked loss, as TRL and Liger-Kernel have one beside checkpointing.
 CHUNKED_LOSS = MemSaveConfig(

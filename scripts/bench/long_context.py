@@ -14,7 +14,7 @@ import os
 import warnings
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from hf_memsave import MemSaveConfig, estimate
 from hf_memsave.measure.largest import largest
@@ -24,7 +24,7 @@ from known_models import CHUNKED_LOSS, LLAMA
 from publish import arguments, publish, versions
 
 TOKENS = (2**15, 2**17, 2**19)
-CONFIG = LlamaConfig(**(LLAMA | {"max_position_embeddings": TOKENS[-1]}))
+CONFIG = AutoConfig.for_model(**(LLAMA | {"max_position_embeddings": TOKENS[-1]}))
 #: What is trained -> arguments of :func:`hf_memsave.estimate`.
 TRAINED: dict[str, dict[str, Any]] = {
     "LoRA, 1 GPU": {"lora": {"r": 16}},
@@ -64,7 +64,7 @@ def measured(tokens: int, of: dict[str, Any]) -> dict[str, Any]:
 
 def longest(out: str | None) -> None:
     """Find the longest sequences, and write their table."""
-    config = LlamaConfig(**(LLAMA | {"max_position_embeddings": 2**22}))
+    config = AutoConfig.for_model(**(LLAMA | {"max_position_embeddings": 2**22}))
     results: dict[str, dict[str, int]] = {}
     for setting in LONGEST:
         options: dict[str, Any] = SETTINGS[setting]
