@@ -154,10 +154,19 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features), split=split)
 
 
-def folder_in(data_dir: str | Path, task: str) -> str:
-    """The task's folder in GLUE's, ``data_dir``; empty where it has none."""
-    folder = Path(data_dir, TASKS[task].folder)
-    return str(folder) if folder.is_dir() else ""
+def folder_of(data_dir: str, task: str) -> str:
+    """The task's folder, which ``data_dir`` is, or has in it.
+
+    Raises:
+        UsageError: It is not there.
+    """
+    wanted = TASKS[task].folder
+    for folder in (Path(data_dir, wanted), Path(data_dir)):
+        if folder.is_dir() and _key(folder) == task:
+            return str(folder)
+    raise UsageError(
+        f"--data_dir {data_dir}: expected the folder of {wanted}, or one with it in it, found none. Name that folder."
+    )
 
 
 def guess_task(data_dir: str | Path) -> str:
@@ -166,13 +175,17 @@ def guess_task(data_dir: str | Path) -> str:
     Raises:
         UsageError: No task has its name.
     """
-    name = Path(data_dir).resolve().name
-    if (key := name.lower().replace("-", "").replace("_", "")) not in TASKS:
+    name, key = Path(data_dir).resolve().name, _key(data_dir)
+    if key not in TASKS:
         folders = ", ".join(task.folder for task in TASKS.values())
-        within = next(filter(None, (folder_in(data_dir, task) for task in TASKS)), "")
+        within = next((folder for task in TASKS.values() if (folder := Path(data_dir, task.folder)).is_dir()), "")
         remedy = f"Name the task's, as in --data_dir {within}" if within else "Rename it"
         raise UsageError(f"{data_dir}: expected a folder named after a task ({folders}), got {name!r}. {remedy}.")
     return key
+
+
+def _key(folder: str | Path) -> str:
+    return Path(folder).resolve().name.lower().replace("-", "").replace("_", "")
 
 
 def _find(folder: Path, name: str, wanted: str) -> Path:

@@ -39,7 +39,7 @@ from transformers import (
 import models
 import runs
 from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
-from glue_data import TASKS, GlueTask, folder_in, guess_task, read_glue
+from glue_data import TASKS, GlueTask, folder_of, guess_task, read_glue
 from glue_recipes import recipe
 from text_data import first
 from wordpiece import train_wordpiece
@@ -64,13 +64,13 @@ class GlueArguments(SampleArguments):
     def __post_init__(self):
         """Refuse two answers to one question, and none."""
         super().__post_init__()
-        if self.data_dir and self.task_name in TASKS and (home := folder_in(self.data_dir, self.task_name)):
-            self.task_name, self.data_dir = None, home
-        self.exactly_one("task_name", "data_dir")
         if self.task_name and self.task_name not in TASKS:
             raise UsageError(
                 f"--task_name: expected one of {', '.join(TASKS)}, got {self.task_name}. Name one of them."
             )
+        if self.data_dir and self.task_name:
+            self.task_name, self.data_dir = None, folder_of(self.data_dir, self.task_name)
+        self.exactly_one("task_name", "data_dir")
         self.positive("max_seq_length")
 
 

@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
-from hf_memsave.commands.options import console_of, name_of, settle_sizes, step_in_words, step_of, write_figures
+from hf_memsave.commands.options import (
+    console_of,
+    name_of,
+    setting_in_words,
+    settle_sizes,
+    step_in_words,
+    step_of,
+    write_figures,
+)  # fmt: skip
 from hf_memsave.commands.progress import progress
 from hf_memsave.config.sizes import gib
 from hf_memsave.errors import CommandError, MemSaveError
@@ -29,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     note = settle_sizes(args, config)
     with progress(console, "Tracing a few layers ..."):
         result = estimate(config, memsave=memsave_of(args), **step_of(args, "memory", "devices", "sharding", "layers"))
-    console.print(f"{note}{result}")
+    console.print(f"{note}{setting_in_words(args, step_in_words(args, result))}\n{result}")
     figures, agrees = {"model_or_config": args.model, **result.to_dict()}, True
     if args.memory:
         figures |= _within(args, config, result, console)

@@ -48,6 +48,16 @@ def step_in_words(args: argparse.Namespace, result: Estimate) -> str:
     return f"{result.step.model}, {depth}batch {batch}, {dtype}"
 
 
+def setting_in_words(args: argparse.Namespace, step: str = "") -> str:
+    """Describe a step with its optimizer and what it trains: "batch 2 x 512 tokens, bf16, adamw, all parameters"."""
+    dtype = args.autocast or args.dtype or "bf16"
+    step = step or f"batch {args.batch_size} x {counted(args.seq_len, 'token')}, {dtype}"
+    trained = f"LoRA ({args.lora})" if args.lora else "all parameters"
+    return ", ".join(
+        [f"{name_of(args.model)}: {step}", args.optimizer, trained, *[args.quantized] * bool(args.quantized)]
+    )
+
+
 def name_of(model: str) -> str:
     """Return a model's name for people: a folder's own, also for its config.json; a file's without suffix."""
     path = Path(model).resolve()

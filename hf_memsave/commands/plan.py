@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from hf_memsave.commands.arguments import memsave_of
-from hf_memsave.commands.options import console_of, settle_sizes, step_of, write_figures
+from hf_memsave.commands.options import console_of, setting_in_words, settle_sizes, step_of, write_figures
 from hf_memsave.commands.progress import progress
 from hf_memsave.measure.models import at_depth, depth_of, load_config
 from hf_memsave.planner.plan import plan
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
         config = at_depth(config, depth_of(config, args.layers))
     with progress(console, "Tracing a few layers ..."):
         found = plan(config, memsave=memsave_of(args), **step_of(args, "budget", "main_memory", "devices", "sharding"))
-    console.print(f"{note}{found}")
+    console.print(f"{note}{setting_in_words(args)}\n{found}")
     name = args.out or "plan.yaml"
     written = f"Configuration: {name}." if args.out else f"--out {name} writes the configuration."
     told = f'{written} Use it: Trainer(..., memsave="{name}"), or hf_memsave.patch(model, "{name}").'

@@ -25,7 +25,8 @@ def named_fields(cls: type[T]) -> type[T]:
     def __init__(self: Any, *args: Any, **given: Any) -> None:
         if args:
             first = f"{cls.__name__}({dataclasses.fields(cls)[0].name}=...)"  # type: ignore[arg-type]
-            remedy = f"Name the field, as in {first}; a preset's name or a file goes to memsave= itself."
+            is_name = "; a preset's name or a file goes to memsave= itself" if isinstance(args[0], str) else ""
+            remedy = f"Name the field, as in {first}{is_name}."
             raise UnknownFieldError(f"{cls.__name__} takes fields by name, got {listed(args)}. {remedy}")
         refuse_unknown(cls, given)
         init(self, **given)

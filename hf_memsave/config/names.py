@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hf_memsave.config.fields import did_you_mean
 from hf_memsave.config.files import fields_of
 from hf_memsave.errors import MeasureError
 
@@ -30,7 +31,11 @@ def refuse_missing(name: str, *files: str) -> None:
 def shape_of(name: str) -> dict[str, Any]:
     """Return the fields of a known model's configuration, by its name or one on the hub; none of another model."""
     last = name.rpartition("/")[2].lower().removeprefix("meta-").removesuffix("-hf")
-    return fields_of(Path(__file__).parents[1] / SHAPES).get(last, {})  # type: ignore[no-any-return]
+    return _shapes().get(last, {})
+
+
+def _shapes() -> dict[str, dict[str, Any]]:
+    return fields_of(Path(__file__).parents[1] / SHAPES)  # type: ignore[no-any-return]
 
 
 def may_be_type(name: str) -> bool:
@@ -44,11 +49,13 @@ def refuse_unreachable(name: str) -> None:
     """Raise MeasureError for an unknown name on the hub that is not in the cache while the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache
 
+    near = did_you_mean([name.rpartition("/")[2].lower()], _shapes())
     if not shape_of(name) and not isinstance(try_to_load_from_cache(name, "config.json"), str) and not hub_answers():
         raise MeasureError(
             f"{name}: expected a model in the cache or an answer from {constants.ENDPOINT}, got neither "
             f"within {_SECONDS} seconds. Check the network, HTTPS_PROXY and HF_ENDPOINT, or name a folder, its "
-            "config.json, a model type such as 'bert', or a known model such as 'llama-3-8b'."
+            "config.json, a model type such as 'bert', or a known model such as 'llama-3-8b'.",
+            near,
         )
 
 

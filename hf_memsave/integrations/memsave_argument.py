@@ -29,7 +29,8 @@ def install() -> None:
     when_imported("transformers.training_args_seq2seq", teach_arguments)
     when_imported("transformers.trainer", teach_trainers)
     when_imported("peft.tuners.tuners_utils", teach_peft)
-    when_imported("peft.peft_model", lambda module: wrap(module.PeftModel, "from_pretrained", _load))
+    when_imported("trl.trainer.sft_config", teach_arguments)
+    when_imported("peft.peft_model", teach_adapters)
 
 
 def teach_models(modeling_utils: Any) -> None:
@@ -38,9 +39,22 @@ def teach_models(modeling_utils: Any) -> None:
         wrap(modeling_utils.PreTrainedModel, name, _load)
 
 
+def teach_adapters(peft_model: Any) -> None:
+    """Teach ``PeftModel.from_pretrained`` the ``memsave`` argument, which PEFT would ignore."""
+    wrap(peft_model.PeftModel, "from_pretrained", _load)
+    wrap(peft_model.PeftModel, "load_adapter", _load_adapter)
+
+
+def _load_adapter(stock: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if "memsave" in kwargs:
+        reason = "load_adapter: expected PEFT's own arguments, got memsave=."
+        raise ConfigError(reason, f"Use hf_memsave.patch(model, {kwargs['memsave']!r}), before or after.")
+    return stock(self, *args, **kwargs)
+
+
 def teach_arguments(module: Any) -> None:
     """Have ``TrainingArguments`` and its subclasses, such as TRL's configs, say where ``memsave=`` goes."""
-    classes = [module.TrainingArguments]
+    classes = [sys.modules["transformers.training_args"].TrainingArguments]
     for cls in classes:  # which grows
         classes += cls.__subclasses__()
         if (taken := _parameters_of(cls)) and not any(p.kind is p.VAR_KEYWORD for p in taken):
@@ -52,8 +66,9 @@ def _make_arguments(stock: Callable[..., None], self: Any, /, *args: Any, **kwar
         from hf_memsave.config.fields import UnknownFieldError
 
         name = type(self).__name__
+        trainer = name.removesuffix("TrainingArguments").removesuffix("Config") + "Trainer"
         reason = f"{name} has no field 'memsave': expected it among the trainer's own arguments."
-        raise UnknownFieldError(reason, f"Use Trainer(model, {name}(...), memsave={kwargs['memsave']!r}).")
+        raise UnknownFieldError(reason, f"Use {trainer}(model, {name}(...), memsave={kwargs['memsave']!r}).")
     stock(self, *args, **kwargs)
 
 
@@ -69,11 +84,13 @@ def _load(stock: Callable[..., Any], cls: Any, /, *args: Any, memsave: MemSaveLi
             reason = f"{found}, and Transformers sets that instead of passing memsave= on."
             raise ConfigError(reason, "Remove that key from its config.json.")
     loaded = stock(cls, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     if config is not None:
         from hf_memsave.patching.patch import patch
 
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
         logger.debug("%s", patch(model, config))
+    elif memsave is False and (patching := sys.modules.get("hf_memsave.patching.patch")):
+        patching.unpatch(model)  # a base model may be patched
     return loaded
 
 

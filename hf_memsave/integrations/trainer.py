@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import GIB
-from hf_memsave.errors import ConfigError
+from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.logs import logger
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
@@ -95,6 +95,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         """Patch modules added since the trainer was made, and load the norms of a checkpoint."""
         self._patch(args, model, kwargs.get("train_dataloader"))
         if args.torch_compile and self.report is not None:
+            self.report.step.uncounted = "torch_compile=True compiles the model"
             logger.info("torch_compile=True: the patched model is compiled, and what its steps keep is not counted.")
         self.metrics = {}
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})  # a stock run's checkpoint has none
@@ -131,6 +132,9 @@ class MemSaveCallback(TrainerCallback, ExportableState):
 
     def _patch(self, args: TrainingArguments, model: nn.Module, batches: Any = None) -> None:
         if self.config.budget is not None:
+            if found := patched_models(model):
+                reason = f"budget={self.config.budget!r}: expected a stock model to plan for, got one patched with"
+                raise PatchError(f"{reason} {found[0][1]}.", "Call hf_memsave.unpatch(model) first.")
             if batches is None:  # as the trainer is made: how long its rows are is not known yet
                 return
             from hf_memsave.planner.budget import plan_for

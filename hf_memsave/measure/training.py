@@ -87,6 +87,7 @@ class Training:
         self._expect("autocast", self.autocast in (None, *HALVES), "None or a dtype of 16 bits")
         self._expect("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS))
         self._expect("quantized", self.quantized in (None, "nf4"), "None or 'nf4'")
+        self._expect("lora", self.lora is None or isinstance(self.lora, Lora), "None or fields, such as {'r': 16}")
         self._expect("lora", self.quantized is None or self.lora, "adapters on the quantized model, which is frozen")
         self._expect("attention", self.attention in (*ATTENTION, "eager"), f"{' or '.join(ATTENTION)} or eager")
 

@@ -72,7 +72,7 @@ def waiting(module: nn.Module, trained: int) -> Ledger | None:
 def sentence(step: Ledger, config: MemSaveConfig) -> str:
     """Describe in a sentence what a step kept for backward, of how much in stock, and what freed the rest."""
     rung, again = config.checkpoint, step.nbytes_recomputed
-    whole = "blocks run again" + (", MLPs in rows" if rung == "tiles" else "")
+    whole = ("blocks run again" + ", MLPs in rows" * (rung == "tiles")) * _runs_blocks_again(step)
     runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
     first = "the first step" if len(step.told) < 2 else "the first step that trains other parameters"
     unless = "" if rung == "tiles" or config.compile else ", but not with loss='stock'"
@@ -86,11 +86,15 @@ def sentence(step: Ledger, config: MemSaveConfig) -> str:
     return f"gradient checkpointing is on{moved}: {said}."
 
 
+def _runs_blocks_again(step: Ledger) -> bool:
+    return step.is_checkpointed or step.is_checkpointed_in_stock
+
+
 def advice(step: Ledger, config: MemSaveConfig) -> list[str]:
     """Advise on gradient checkpointing where the caller has turned it on."""
     also = ", with offload=True," if step.nbytes_moved and not config.offload else ""
     more = "" if SELECTED in step.kept else "more is kept and "  # chosen products may be more than all that we keep
-    said = f'checkpoint="block"{also} in its place keeps no more, and without both {more}no block runs twice'
+    said = f'checkpoint="block"{also} in its place keeps no more; with neither, {more}no block runs twice'
     if config.checkpoint in WHOLE:
         said = f'leave it out{also or ","} as memsave="{config.checkpoint}" runs blocks again already'
     return [f"gradient checkpointing: {said}"] * step.is_checkpointed_in_stock
@@ -124,10 +128,15 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
     """Warn of settings that cost something and free nothing; return whether the first step frees next to nothing."""
     # The caller's gradient checkpointing, where it is on, decides what is kept: no exact setting is warned of.
     model, kept, total = type(module).__name__, step.nbytes_kept, step.nbytes_stock
-    is_rerun = step.is_checkpointed_in_stock
+    is_rerun, rung = step.is_checkpointed_in_stock, config.checkpoint
     if step.uncounted:
         return False
     freed = step.freed_fraction
+    if module.training and rung in WHOLE and config.first_blocks("checkpoint") != 0 and not _runs_blocks_again(step):
+        logger.warning(
+            'hf_memsave: checkpoint="%s" ran no block of %s again in the first training step, as none does in a call '
+            "that asks for a KV cache. Call the model with use_cache=False.", rung, model,
+        )  # fmt: skip
     if is_vain := total - kept < _LEAST * total and not is_rerun:
         logger.warning(
             "hf_memsave %s in the first training step of %s: %s stay, most of it %s.",
@@ -135,7 +144,7 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
             f"freed {f'{freed:.1%}' if freed >= _ROUNDS else 'nothing'} of what stock keeps", model, gib(kept),
             kinds(step, "kept"),
         )  # fmt: skip
-    rung = config.checkpoint if config.checkpoint not in WHOLE and not is_rerun else None
+    rung = None if rung in WHOLE or is_rerun else rung
     small = f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)"
     costs = [(f'checkpoint="{rung}"', step.nbytes_recomputed, "")] if rung else []
     costs += [("offload=True", step.nbytes_offloaded, small)] if config.offload else []

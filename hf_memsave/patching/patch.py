@@ -181,7 +181,8 @@ class PatchReport:
             lines.append(f"  activations that are kept are stored in {FORMATS[self.config.storage].bits} bits")
         if added := self.added:
             were = "sites were" if len(added) > 1 else "site was"
-            lines.append(f"  {len(added)} {were} added since ({added[0]}, ...): call patch(model, report.config)")
+            first = f"{added[0] or 'the model itself'}{', ...' * (len(added) > 1)}"
+            lines.append(f"  {len(added)} {were} added since ({first}): call patch(model, report.config)")
         return "\n".join(lines + self._step())
 
 

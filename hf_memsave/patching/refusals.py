@@ -17,6 +17,9 @@ from hf_memsave.patching.collect import Found, SiteReport
 from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import stock_class
 
+#: How errors name the class of repeated blocks, and linears that run again.
+_BLOCK, _LINEARS = path_of(GradientCheckpointingLayer), "o_proj, q_proj, up_proj, gate_proj, ..."
+
 
 def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool = False) -> None:
     """Raise a PatchError if ``model`` cannot be patched with ``config``, or, unless ``replace``, has another config."""
@@ -56,9 +59,10 @@ def _refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mo
     cls, option = type(model).__name__, "Leave --checkpoint out."
     if not blocks:
         expected, got = (
-            f"repeated blocks in {cls}, whose classes derive from {path_of(GradientCheckpointingLayer)}",
+            f"repeated blocks in {cls}, whose classes derive from {_BLOCK}",
             "none",
         )
+        expected += "" if config.checkpoint in WHOLE else f", with linears of known names ({_LINEARS})"
         remedy = "Derive the class of your blocks from it, in place of nn.Module, or leave checkpoint out."
         if getattr(model, "supports_gradient_checkpointing", False):
             remedy = "Leave checkpoint out, or turn on the model's own gradient checkpointing in its place."
@@ -67,7 +71,7 @@ def _refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mo
         got = f"{blocks[0].name} ({blocks[0].cls}): {blocks[0].reason.partition(';')[0]}"
         remedy = "Build the model without that tool, or with its checkpointing off, or leave checkpoint out."
     else:
-        expected = f"linears of a known name in repeated blocks of {cls} (o_proj, q_proj, up_proj, gate_proj, ...)"
+        expected = f"linears of a known name in repeated blocks of {cls} ({_LINEARS})"
         got = ", ".join(_names_in(model, RUN_AGAIN)) or "none"
         if asked:
             expected, got = "linears that can run again", f"{asked[0].name} ({asked[0].cls}): {asked[0].reason}"
@@ -132,10 +136,9 @@ def _refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemS
     if not config.compile:
         return
     if not any(site.op == "block" and site.status == "patched" for site in sites):
-        raise PatchError(
-            f"compile=True: expected repeated blocks that run their own forward, got {type(model).__name__} without. "
-            "Leave compile out, and compile the patched model: torch.compile(model)."
-        )
+        expected = f"repeated blocks that run their own forward, whose classes derive from {_BLOCK}"
+        reason = f"compile=True: expected {expected}, got {type(model).__name__} without."
+        raise PatchError(reason, "Leave compile out, and compile the patched model: torch.compile(model).")
     from hf_memsave.patching.compiled import refuse_other_settings  # which loads the compiler
 
     refuse_other_settings()

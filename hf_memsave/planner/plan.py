@@ -278,11 +278,11 @@ def _too_much(settings: Settings, tried: dict[MemSaveConfig, Setting], limit: in
         if number := largest_of(needed, settings.config, name, start, limit, fixed):
             would.append(f"{name}={number} ({words})")
     would += what_fits(settings, way, limit)
-    remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of 8 tokens fits: use a smaller model."
-    return (
-        f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} with {least.name} "
-        f"(parameters, gradients and states alone {gib(trace.fixed)}): {gib(least.needed - limit)} too much. {remedy}"
-    )
+    none = "Not one sequence of 8 tokens fits: use a smaller model, or more memory."
+    remedy = f"What fits: {'; '.join(would)}." if would else none
+    alone = f"parameters, gradients and states alone {gib(trace.fixed)}, CUDA's own {gib(OWN)}"
+    found = f"{gib(least.needed)} with {least.name} ({alone}): {gib(least.needed - limit)} too much"
+    return f"nothing fits: expected at most {gib(limit)}, got {found}. {remedy}"
 
 
 @without_gpus

@@ -64,6 +64,7 @@ class Ledger:
         self.nbytes_moved = 0  # that the caller's gradient checkpointing moves to main memory, in stock too
         self.is_counted = False  # a forward was counted; the numbers are zero before
         self.is_checkpointed_in_stock = False  # the caller has gradient checkpointing on, which recomputes whole blocks
+        self.is_checkpointed = False  # blocks run again by their patch
         self.is_loss_chunked = False  # logits were computed in chunks
         self.is_on_cpu = False  # the model is on a CPU, whose memory is main memory
         self.is_trial = False  # the forward was no training step: the first one of a training step is still counted
@@ -92,6 +93,7 @@ class Ledger:
             entry.note_holder(frame, is_asked)
         self._frames.append(weakref.ref(frame))
         self.is_checkpointed_in_stock |= is_asked
+        self.is_checkpointed |= not is_asked
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Leave the caller's ``tensors`` out of the count; after a first count, not ones that other modules made."""

@@ -111,8 +111,8 @@ def count_line(results: Sequence[Result]) -> str:
 
 
 def picture(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
-    """Shares of stock, a line a rebuilt row of the .json: the paper's and ours, of memory and of batches apart."""
-    shown = [row for row in rows if row["share"] is not None and row["ours"].get("stock")]
+    """Shares of stock, the paper's and ours, a line a rebuilt row of the .json (not of 0): memory and batches apart."""
+    shown = [row for row in rows if row["share"] and row["ours"].get("stock")]
     split = {axis: [row for row in shown if (row["unit"] == "sequences") == of] for axis, of in AXES.items()}
     panels = {axis: there for axis, there in split.items() if there}
     figure = Figure(figsize=(9, 0.8 + 0.6 * len(panels) + 0.18 * len(shown)), layout="constrained", dpi=110)

@@ -159,6 +159,7 @@ def test_what_fits_is_said_and_written_and_patches_a_model(tmp_path, capsys):
     command = f"plan bert --layers 6 --batch-size 4 --seq-len 256 --optimizer sgd --out {out}".split()
     assert main([*command, "--budget", "30GiB"]) == 0
     said = capsys.readouterr().out
+    assert said.startswith("bert: batch 4 x 256 tokens, bf16, sgd, all parameters\n")
     assert "Stock fits in 30.00 GiB (32.2 GB): you need nothing.\nTrain without memsave" in said and not out.exists()
     step = {"batch_size": 4, "seq_len": 256, "optimizer": "sgd"}
     floor = estimate(BertConfig(num_hidden_layers=6), **step).patched.needed

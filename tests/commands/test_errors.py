@@ -16,6 +16,7 @@ import torch
 from hf_memsave.cli import main
 from hf_memsave.config import names
 from hf_memsave.errors import MeasureError
+from hf_memsave.measure.estimate import estimate
 from support.helpers import on_stand_in
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
@@ -196,7 +197,7 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device
 #: Command -> the option that names a file which it writes, when its work is done.
 WRITES = {
     "report bert": "--json", "verify bert": "--json", "estimate bert --seq-len 8": "--html",
-    "plan bert --budget 24GiB --seq-len 8": "--out", "auto bert --memory 24MiB": "--out",
+    "plan bert --budget BUDGET --seq-len 512": "--out", "auto bert --memory 24MiB": "--out",
 }  # fmt: skip
 
 
@@ -208,7 +209,8 @@ def test_what_cannot_be_written_ends_with_one_line_and_status_2(line, folder, ca
     monkeypatch.chdir(folder)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     os.path.exists("full.html") or os.symlink("/dev/full", "full.html")
-    assert main([*line.split(), WRITES[line], "full.html"]) == 2
+    least = estimate(str(folder / "bert"), batch_size=2, seq_len=512).patched.needed
+    assert main([*line.replace("BUDGET", str(least)).split(), WRITES[line], "full.html"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"memsave {line.split()[0]}: error: expected to read or write full.html, got: No space")
 

@@ -87,6 +87,21 @@ def test_hooks_and_patches_come_in_any_order(order, device):
     assert taped_norm_calls(model) == [False] * 5
 
 
+def test_an_adapter_on_a_patched_base_is_stock_again_for_false_and_load_adapter_says_what_to_do(tmp_path, device):
+    only_on_cpu(device)
+    model = get_peft_model(build("llama"), LoraConfig(r=4))
+    model.save_pretrained(tmp_path)
+    base = build("llama")
+    hf_memsave.patch(base, "gate")
+    loaded = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    assert patched_classes(loaded) != {}
+    with pytest.raises(ConfigError, match=r"load_adapter: .*Use hf_memsave\.patch\(model, 'gate'\)"):
+        loaded.load_adapter(tmp_path, "other", memsave="gate")
+    loaded.load_adapter(tmp_path, "other")
+    hf_memsave.patch(base := build("llama"), "gate")
+    assert patched_classes(PeftModel.from_pretrained(base, tmp_path, memsave=False)) == {}
+
+
 def test_an_adapter_folder_loads_patched_and_trains_with_stocks_bits(saved, tmp_path, device):
     only_on_cpu(device)
     torch.manual_seed(0)

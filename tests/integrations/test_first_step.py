@@ -198,11 +198,26 @@ def test_a_loop_that_forgot_train_is_told_once(lines, caplog):
         model(**batch).loss.backward()
     (line,) = caplog.messages
     assert line.startswith("the model is in eval mode: dropout is off, and no block runs again.")
+    assert made.step.is_counted and "blocks run again" not in str(made)
     with torch.no_grad():
         model(**batch)
     model.train()
     model(**batch).loss.backward()
     assert len(lines()) == 1 and "blocks run again" in lines()[0] and made.step.is_counted
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_where_a_kv_cache_is_asked_for_no_block_runs_again_and_that_is_told(alone, caplog):
+    model = build("llama").train()
+    made, batch = patch(model.model.layers[1] if alone else model, "block"), batch_for(model)
+    model(**batch, use_cache=True).loss.backward()
+    assert caplog.text.count('checkpoint="block" ran no block of') == 1 and "use_cache=False" in caplog.text
+    assert "blocks run again" not in str(made)
+    other = build("llama").train()
+    again = patch(other, "block")
+    other(**batch, use_cache=False).loss.backward()
+    assert "blocks run again" in str(again) and (alone or again.step.nbytes_kept < made.step.nbytes_kept)
+    assert caplog.text.count("ran no block") == 1
 
 
 def test_a_measurement_before_training_is_not_taken_for_the_first_step(lines):

@@ -159,7 +159,9 @@ class Extended(TrainingArguments):
 def test_the_trainers_config_says_where_it_goes(tmp_path):
     assert issubclass(trl.SFTTrainer, Trainer)  # imported with its config, as in users' scripts
     for cls in (TrainingArguments, Seq2SeqTrainingArguments, trl.SFTConfig):
-        with pytest.raises(TypeError, match=rf"Use Trainer\(model, {cls.__name__}\(\.\.\.\), memsave='gate'\)"):
+        with pytest.raises(
+            TypeError, match=rf"Use (SFT|Seq2Seq)?Trainer\(model, {cls.__name__}\(\.\.\.\), memsave='gate'\)"
+        ):
             cls(str(tmp_path), memsave="gate")
     assert Extended(str(tmp_path), memsave="gate").memsave == "gate"
     arguments = TrainingArguments(str(tmp_path), max_steps=3)
@@ -176,6 +178,23 @@ def test_a_model_of_model_init_is_patched_once(arguments):
 
 # What import changes, and the way back.
 
+#: The order of every recipe, and the config alone: no trainer is imported.
+FIRST = """
+import hf_memsave
+from trl import SFTConfig
+try:
+    SFTConfig("out", memsave=True)
+except TypeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.long
+def test_trls_config_says_it_where_hf_memsave_comes_first(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=tmp_path)
+    assert "Use SFTTrainer(model, SFTConfig(...), memsave=True)." in done.stdout, done.stderr[-2000:]
+
+
 #: Nothing of Transformers is imported yet: hooks wait for it, and no longer once taken back.
 WAITING = """
 import sys, hf_memsave
@@ -185,6 +204,7 @@ def waiting():
     return sorted(f.name for f in sys.meta_path if isinstance(f, _WhenImported))
 own = ["peft.peft_model", "peft.tuners.tuners_utils"]
 own += [f"transformers.{name}" for name in ("modeling_utils", "trainer", "training_args", "training_args_seq2seq")]
+own += ["trl.trainer.sft_config"]
 """
 #: What all of it changes, and that it can be taken back.
 CHANGED = """
@@ -193,7 +213,7 @@ hf_memsave.uninstall()
 assert waiting() == []
 hf_memsave.install()
 assert waiting() == own
-import transformers.trainer, transformers.training_args_seq2seq, peft
+import transformers.trainer, transformers.training_args_seq2seq, peft, trl.trainer.sft_config
 from transformers.trainer_callback import CallbackHandler
 assert waiting() == []
 class Earlier(transformers.Trainer):

@@ -5,6 +5,7 @@ import json
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
+from peft import LoraConfig
 from transformers import MambaConfig
 
 from hf_memsave import MemSaveConfig, estimate, plan
@@ -58,6 +60,13 @@ def test_a_padded_step_on_a_real_device_has_a_mask(tokens, monkeypatch):
     with prepared(config, step, None, "cpu") as (_, batch, forward, _):
         assert forward(**batch).loss.isfinite()
     assert len(masks) == 1 and (masks[0] is None) == (tokens == 1)
+
+
+@pytest.mark.parametrize("lora", ["r=8", LoraConfig(r=8)], ids=str)
+def test_adapters_given_otherwise_are_refused_with_the_form(lora):
+    for call in (estimate, partial(plan, budget="1GiB")):
+        with pytest.raises(MeasureError, match=r"lora: expected None or fields, such as {'r': 16}, got .*Change lora"):
+            call(LLAMA, batch_size=1, seq_len=8, lora=lora)
 
 
 #: Known model -> its published number of parameters.

@@ -86,7 +86,7 @@ def test_what_it_moves_to_main_memory_is_told_apart_and_once(monkeypatch, caplog
     moved = SIZE.layers * SIZE.u(4)
     assert report.step.nbytes_moved == moved
     begins = f"gradient checkpointing is on and moves {gib(moved)} to main memory: the first step keeps"
-    advice = 'checkpoint="block", with offload=True, in its place keeps no more, and without both more is kept and no'
+    advice = 'checkpoint="block", with offload=True, in its place keeps no more; with neither, more is kept and no'
     assert begins in caplog.text and advice in str(report) and begins in " ".join(str(report).split())
 
 
@@ -101,7 +101,7 @@ def test_advice_beside_it_is_true(rung):
     patch(model, MemSaveConfig(checkpoint="block"), replace=True)
     assert measure_kept(model, batch).total <= kept
     if rung is None:
-        assert 'checkpoint="block" in its place keeps no more, and without both no block runs twice\n' in said
+        assert 'checkpoint="block" in its place keeps no more; with neither, no block runs twice\n' in said
         patch(model, MemSaveConfig(), replace=True)
         assert measure_kept(model, batch).total < 1.05 * kept
     else:

@@ -100,9 +100,7 @@ def test_an_approximation_of_a_module_with_a_foreign_forward_is_refused(llama):
 
 @pytest.mark.parametrize("rung", ["gate", "block"])
 def test_no_remedy_is_a_method_that_the_model_lacks(rung):
-    own = (
-        r"classes derive from transformers\.modeling_layers\.GradientCheckpointingLayer, got none\. Derive the class of"
-    )
+    own = r"derive from transformers\.modeling_layers\.GradientCheckpointingLayer.*, got none\. Derive the class of"
     for model, words in (
         (nn.Sequential(nn.Linear(4, 4)), own),
         (GPT2Model(GPT2Config(n_embd=8, n_layer=0, n_head=2, vocab_size=8)), "turn on the model's own gradient check"),

@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
-from hf_memsave import MemSaveCallback, MemSaveConfig
+from hf_memsave import MemSaveCallback, MemSaveConfig, PatchError, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import estimate
@@ -23,6 +23,7 @@ from hf_memsave.planner.budget import _longest, plan_for
 from hf_memsave.planner.plan import plan
 from support import rows
 from support.helpers import on_stand_in
+from support.steps import patched_classes
 from support.zoo import Size, build
 
 pytestmark = on_stand_in
@@ -102,6 +103,20 @@ def test_checkpointing_of_some_blocks_is_planned_without_and_selective_not_at_al
     args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=options | {"selective": True})
     with pytest.raises(PlanError, match="expected gradient checkpointing of whole blocks, got .*'selective': True"):
         plan_for(MemSaveConfig(budget="24GiB"), llama(), args, batches)
+
+
+def test_where_stock_fits_a_trainer_leaves_the_model_stock_and_a_patched_one_is_refused(tmp_path, caplog):
+    model, options = llama(), arguments(tmp_path, max_steps=1)
+    trainer = Trainer(model, options, train_dataset=samples(), data_collator=collate, memsave={"budget": "24GiB"})
+    with caplog.at_level("INFO", "hf_memsave"):
+        for _ in range(2):
+            trainer.train()
+    assert patched_classes(model) == {} and "memsave/kept_gib" not in str(trainer.state.log_history)
+    (plan, _) = [line for line in caplog.messages if "the plan for budget='24GiB':\n" in line]
+    assert plan.endswith("Stock fits in 24.00 GiB (25.8 GB): you need nothing.")
+    patch(model, "gate")
+    with pytest.raises(PatchError, match=r"budget='24GiB': expected a stock model .*'gate'.*hf_memsave\.unpatch"):
+        Trainer(model, options, train_dataset=samples(), data_collator=collate, memsave={"budget": "24GiB"})
 
 
 class Drawing(torch.utils.data.Dataset):

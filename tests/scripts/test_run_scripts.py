@@ -344,10 +344,20 @@ def test_every_task_trains_and_reports_its_metrics(tmp_path, load, name):
     assert AutoConfig.from_pretrained(out).num_hidden_layers == 2
 
 
-def test_a_task_is_found_in_glues_folder(tmp_path, load):
+def test_a_task_is_found_in_glues_folder_or_is_the_folder(tmp_path, load):
     (tmp_path / "SST-2").mkdir()
-    args = load("run_glue").GlueArguments(task_name="sst2", data_dir=str(tmp_path))
-    assert (args.task_name, args.data_dir) == (None, str(tmp_path / "SST-2"))
+    script = load("run_glue")
+    for folder in (tmp_path, tmp_path / "SST-2"):
+        args = script.GlueArguments(task_name="sst2", data_dir=str(folder))
+        assert (args.task_name, args.data_dir) == (None, str(tmp_path / "SST-2"))
+    for task, folder, words in (
+        ("mrpc", tmp_path, "expected the folder of MRPC, or one with it in it"),
+        ("mrpc", tmp_path / "SST-2", "expected the folder of MRPC"),
+        ("mrpc", "nowhere", "--data_dir nowhere: expected the folder of MRPC"),
+        ("sst-2", tmp_path, "--task_name: expected one of .*, got sst-2"),
+    ):
+        with pytest.raises(script.UsageError, match=words):
+            script.GlueArguments(task_name=task, data_dir=str(folder))
 
 
 def test_a_model_with_its_own_order_of_labels_keeps_it(tmp_path, load):
