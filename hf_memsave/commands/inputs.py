@@ -20,7 +20,7 @@ from hf_memsave.measure.inputs import described, fitted, make_batch, read_batch
 from hf_memsave.measure.models import at_depth, count_parameters, depth_of, has_weights, load_config, load_model, period
 
 _MOST = 10**9  # parameters that are drawn without a question: more take minutes
-_COPIES = 5  # weights, their gradients, and the gradients of the three steps that are compared
+_COPIES = 4  # weights, and gradients of up to three steps
 _SHARE = 0.7  # of the free memory
 
 
@@ -46,7 +46,7 @@ def _that_fits(args: argparse.Namespace, config: PreTrainedConfig, console: Cons
     is_saved = has_weights(args.model, config)
     if args.layers and is_saved:
         raise CommandError(f"--layers: expected random weights, got those of {args.model}. Leave it out.")
-    if getattr(config, "quantization_config", None):  # whose bytes are not known here
+    if is_saved and getattr(config, "quantization_config", None):  # whose bytes are not known here
         return config
     parts, copies = ("weights", 1) if adapter_in(args.model) else ("weights, gradients and their comparison", _COPIES)
     each = (weights_of(args) or config.dtype or torch.float32).itemsize * copies

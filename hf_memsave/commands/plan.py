@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     told = f'{written} Use it: Trainer(..., memsave="{name}"), or hf_memsave.patch(model, "{name}").'
     if found.config is None:
         told = "Train without memsave: there is no configuration to write."
+        told += f" {name} is of an earlier plan." * bool(args.out and args.out.exists())
     elif args.out:
         found.config.to_file(args.out)
     console.print(told)

@@ -9,6 +9,12 @@ from typing import Any
 from hf_memsave.config.files import fields_of
 from hf_memsave.errors import MeasureError
 
+#: Fields of PEFT's adapters that ask for more than plain, equal ones -> the value that does not.
+_OTHERS = dict.fromkeys(
+    "rank_pattern alpha_pattern layers_to_transform layer_replication target_parameters exclude_modules "
+    "modules_to_save trainable_token_indices".split()
+) | {"peft_type": "LORA", "bias": "none"}
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -43,8 +49,9 @@ def lora_in(name: str) -> Lora | None:
     """Return the LoRA adapters in a folder, None for another folder; MeasureError for adapters of another kind."""
     if not (found := adapter_in(name)):
         return None
-    varied = ("rank_pattern", "alpha_pattern", "layers_to_transform", "target_parameters")  # from module to module
-    odd = {n: v for n, v in found.items() if (n in varied and v) or (n == "peft_type" and v != "LORA")}
+    saved = [name for name in found.get("modules_to_save") or () if name not in ("classifier", "score")]  # but heads
+    given = {"peft_type": "LORA", "bias": "none", **found, "modules_to_save": saved}
+    odd = {name: value for name, value in given.items() if value and name in _OTHERS and value != _OTHERS[name]}
     if odd or not isinstance(targets := found.get("target_modules"), list):
         raise MeasureError(
             f"{name}: expected LoRA adapters, alike in all modules of a list of names, got {odd or targets!r}.",

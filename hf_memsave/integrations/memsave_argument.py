@@ -1,7 +1,8 @@
 """``memsave=`` on ``from_pretrained`` and ``from_config``, on every trainer, and in PEFT's configs.
 
 Every way of loading a model ends in one of two class methods of ``PreTrainedModel``, which are wrapped. In PEFT
-``PeftModel.from_pretrained`` is, and ``BaseTuner.inject_adapter``, which has both model and config.
+``from_pretrained`` is, and ``BaseTuner.inject_adapter``, which has both model and config; ``load_adapter`` and
+``TrainingArguments`` say where the argument goes.
 ``Trainer.__init__`` is wrapped, and so is the ``__init__`` of each subclass, defined before or later, unless it names
 the argument: it may list all that it takes, as TRL's do, or drop other keywords.
 """
@@ -31,6 +32,7 @@ def install() -> None:
     when_imported("peft.tuners.tuners_utils", teach_peft)
     when_imported("trl.trainer.sft_config", teach_arguments)
     when_imported("peft.peft_model", teach_adapters)
+    when_imported("peft.mixed_model", lambda module: wrap(module.PeftMixedModel, "from_pretrained", _load))
 
 
 def teach_models(modeling_utils: Any) -> None:
@@ -66,9 +68,9 @@ def _make_arguments(stock: Callable[..., None], self: Any, /, *args: Any, **kwar
         from hf_memsave.config.fields import UnknownFieldError
 
         name = type(self).__name__
-        trainer = name.removesuffix("TrainingArguments").removesuffix("Config") + "Trainer"
+        kind = next((name.removesuffix(end) for end in ("TrainingArguments", "Config") if name.endswith(end)), "")
         reason = f"{name} has no field 'memsave': expected it among the trainer's own arguments."
-        raise UnknownFieldError(reason, f"Use {trainer}(model, {name}(...), memsave={kwargs['memsave']!r}).")
+        raise UnknownFieldError(reason, f"Use {kind}Trainer(model, {name}(...), memsave={kwargs['memsave']!r}).")
     stock(self, *args, **kwargs)
 
 

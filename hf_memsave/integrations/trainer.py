@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import GIB
-from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.errors import ConfigError
 from hf_memsave.logs import logger
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
@@ -118,7 +118,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
             self.metrics = {"memsave/kept_gib": step.nbytes_kept / GIB}
             if not math.isnan(step.freed_fraction):
                 self.metrics["memsave/freed_fraction"] = step.freed_fraction
-            if self.config.offload:
+            if self.report.config.offload:
                 self.metrics["memsave/offloaded_gib"] = step.nbytes_offloaded / GIB
         if args.device.type == "cuda":
             self.metrics["memsave/peak_gib"] = torch.cuda.max_memory_allocated(args.device) / GIB
@@ -131,22 +131,20 @@ class MemSaveCallback(TrainerCallback, ExportableState):
             unpatch(model)
 
     def _patch(self, args: TrainingArguments, model: nn.Module, batches: Any = None) -> None:
+        config: MemSaveConfig | None = self.config
         if self.config.budget is not None:
-            if found := patched_models(model):
-                reason = f"budget={self.config.budget!r}: expected a stock model to plan for, got one patched with"
-                raise PatchError(f"{reason} {found[0][1]}.", "Call hf_memsave.unpatch(model) first.")
             if batches is None:  # as the trainer is made: how long its rows are is not known yet
                 return
             from hf_memsave.planner.budget import plan_for
 
+            instead = " (in place of the patch that was there)" * bool(patched_models(model))
+            unpatch(model)
             plan = plan_for(self.config, model, args, batches)
-            logger.info("hf_memsave: the plan for budget=%r:\n%s", self.config.budget, plan)
-            if plan.config is None:
-                return
-            self.config = plan.config
-        if self._takes_what_is_there and (found := patched_models(model)):
-            self.config = found[0][1]
-        self.report, self._model = patch(model, self.config), weakref.ref(model)
+            logger.info("hf_memsave: the plan for budget=%r%s:\n%s", self.config.budget, instead, plan)
+            config = plan.config
+        elif self._takes_what_is_there and (found := patched_models(model)):
+            self.config = config = found[0][1]
+        self.report, self._model = None if config is None else patch(model, config), weakref.ref(model)
 
 
 class _Uncover(TrainerCallback):

@@ -135,7 +135,7 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
     if module.training and rung in WHOLE and config.first_blocks("checkpoint") != 0 and not _runs_blocks_again(step):
         logger.warning(
             'hf_memsave: checkpoint="%s" ran no block of %s again in the first training step, as none does in a call '
-            "that asks for a KV cache. Call the model with use_cache=False.", rung, model,
+            "that asks for a KV cache (use_cache=False asks for none) or brings one, or in eval mode.", rung, model,
         )  # fmt: skip
     if is_vain := total - kept < _LEAST * total and not is_rerun:
         logger.warning(

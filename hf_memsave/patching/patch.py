@@ -257,20 +257,19 @@ def report(model: nn.Module) -> PatchReport:
     """Return the report of a patched model, to read what its first step kept; nothing is changed.
 
     Raises:
-        PatchError: The model is no module, or stock, or its parts are patched with different configs.
+        PatchError: The model is no module, or stock, or several of its parts were patched, each by itself.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(not_a_module("report(model)", model))
     patched = patched_models(model)
-    configs = list(dict.fromkeys(config for _, config in patched))
-    if len(configs) != 1:
-        got = f"parts with {' and '.join(map(str, configs))}" if configs else "a stock one"
-        remedy = "Report each of its parts." if configs else "Call hf_memsave.patch(model) first."
+    if len(patched) != 1:
+        got = f"{len(patched)} parts, each patched by itself" if patched else "a stock one"
+        remedy = "Report each of its parts." if patched else "Call hf_memsave.patch(model) first."
         raise PatchError(f"report(model): expected a patched {type(model).__name__}, got {got}. {remedy}")
-    model = patched[0][0] if len(patched) == 1 else model
+    ((model, config),) = patched
     modules = dict(model.named_modules())
-    sites = [s for s in collect(model, configs[0]).sites if s.status == "skipped" or _is_changed(modules[s.name])]
-    return PatchReport(model, configs[0], sites, _step_of(patched) or Ledger())
+    sites = [s for s in collect(model, config).sites if s.status == "skipped" or _is_changed(modules[s.name])]
+    return PatchReport(model, config, sites, _step_of(patched) or Ledger())
 
 
 def _is_changed(module: nn.Module) -> bool:

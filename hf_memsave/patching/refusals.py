@@ -11,6 +11,7 @@ from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.sizes import counted
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
+from hf_memsave.logs import is_measuring
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
 from hf_memsave.patching.blocks import block_numbers
 from hf_memsave.patching.collect import Found, SiteReport
@@ -28,7 +29,8 @@ def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool =
     if config.checkpoint is not None:
         refuse_zero3(model, config.checkpoint)
         _refuse_no_rung(found.sites, config, model)
-    count = len(block_numbers(model))
+    is_whole = any(isinstance(module, PreTrainedModel) for module in model.modules()) and not is_measuring()
+    count = len(block_numbers(model)) if is_whole else 0  # of a part, or of fewer layers, a plan is for more
     for kind, number in dict(config.layers or ()).items():
         if number > count > 0:
             expected = f"at most {counted(count, 'block')}, as {type(model).__name__} has"
@@ -58,10 +60,7 @@ def _refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mo
         return
     cls, option = type(model).__name__, "Leave --checkpoint out."
     if not blocks:
-        expected, got = (
-            f"repeated blocks in {cls}, whose classes derive from {_BLOCK}",
-            "none",
-        )
+        got, expected = "none", f"repeated blocks in {cls}, whose classes derive from {_BLOCK}"
         expected += "" if config.checkpoint in WHOLE else f", with linears of known names ({_LINEARS})"
         remedy = "Derive the class of your blocks from it, in place of nn.Module, or leave checkpoint out."
         if getattr(model, "supports_gradient_checkpointing", False):

@@ -185,7 +185,8 @@ def report(options: argparse.Namespace, found: dict[tuple[str, str, int], dict[s
     text += "\n![Training loss, and kept memory](fine-tuning.png)\n"
     write("fine-tuning", text, {", ".join(map(str, run)): one for run, one in found.items()}, options.out)
     if options.out is not None:
-        picture(options.tasks[0], options.seeds, found).savefig(options.out / "fine-tuning.png")
+        drawn = picture(options.tasks[0], options.seeds, found)
+        drawn.savefig(options.out / "fine-tuning.png", metadata={"Software": None})
 
 
 class Paired(NamedTuple):

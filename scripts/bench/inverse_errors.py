@@ -138,7 +138,7 @@ def main() -> None:
         range=RANGE,
     )
     write("inverse-derivatives", text, {"errors": found, "compared": compared}, options.out)
-    picture(compared).savefig(options.out / "inverse-derivatives.png")
+    picture(compared).savefig(options.out / "inverse-derivatives.png", metadata={"Software": None})
 
 
 if __name__ == "__main__":

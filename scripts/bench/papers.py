@@ -154,7 +154,7 @@ def main() -> None:
     data = {paper: list(map(as_data, one)) for paper, one in found.items()}
     write("papers", "\n".join(parts), data, args.out)
     for paper, rows in data.items() if args.out else ():
-        picture(PAPERS[paper], rows).savefig(args.out / png(paper))
+        picture(PAPERS[paper], rows).savefig(args.out / png(paper), metadata={"Software": None})
 
 
 def png(paper: str) -> str:

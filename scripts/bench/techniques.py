@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     header = ["setting", *(f"{name}, {what}" for name in options.models for what in ("MiB", "freed"))]
     title = "# Kept memory of each technique, alone and together"
     publish("techniques", title, header, rows, {"kept": found}, options.out, NOTES)
-    picture(found).savefig(options.out / "techniques.png")
+    picture(found).savefig(options.out / "techniques.png", metadata={"Software": None})
 
 
 def shares_of(found: dict[str, dict[str, int]]) -> dict[str, dict[str, float]]:

@@ -37,6 +37,8 @@ ADAPTERS = {
     "ia3": {**LORA, "peft_type": "IA3"},
     "regex": {**LORA, "target_modules": ".*q_proj"},
     "varied": {**LORA, "rank_pattern": {"0.q_proj": 2}},
+    "embedding": {**LORA, "modules_to_save": ["score", "embed_tokens"]},
+    "biased": {**LORA, "bias": "all"},
     "baseless": {**LORA, "base_model_name_or_path": None},
 }
 #: Batch file -> what to write, and the error it gives.
@@ -119,12 +121,13 @@ WRONG = {
     "report bert --lora r=four": "expected a number for r, got 'four'",
     "report bert --lora dropout=1": r"dropout in \[0, 1\), dtype fp32 or model, got r 8, alpha 16, dropout 1.0",
     "report some/model": "expected a model in the cache or an answer from http://127.0.0.1:.*, got neither",
-    "plan llama-3-9b --budget 24GiB": "llama-3-9b: expected a model in the cache or an answer",
+    "plan llama-3-9b --budget 24GiB": "llama-3-9b: expected a model in the cache .* Did you mean 'llama-3-8b'",
     "report lora": "lora-base: expected a model in the cache or an answer", "doctor lora": "found none",
     "report lora --lora r=4": "got the adapter lora. Leave it out, or name its base",
     "estimate ia3": "expected LoRA adapters, .*got {'peft_type': 'IA3'}. Name the base model, with --lora r=8",
     "estimate regex": r"alike in all modules of a list of names, got '\.\*q_proj'",
     "plan varied --budget 1GiB": "got {'rank_pattern': {'0.q_proj': 2}}",
+    "report embedding": "got {'modules_to_save': \\['embed_tokens'\\]}", "estimate biased": "got {'bias': 'all'}",
     "verify baseless": "expected base_model_name_or_path, got none. Add",
 }  # fmt: skip
 PYTHON = r"memsave=|MemSaveConfig\(|(?<!-)\b(seq_len|batch_size)\b"

@@ -70,7 +70,7 @@ def test_verify_of_saved_weights_prints_what_compare_step_found_in_all_layers(tm
     found = compare_step(model, batch)
     assert status == 0 and found.differing == () and found.repeat == found.tolerance == 0
     size = sum(p.numel() for p in model.parameters())
-    taken = f"weights, gradients and their comparison take about {gib(4 * 5 * size)} of main memory ("
+    taken = f"weights, gradients and their comparison take about {gib(4 * 4 * size)} of main memory ("
     assert f"{size / 1e6:,.1f} M parameters: {taken}" in output
     assert "weights of saved: input_ids [16, 48], labels [16]" in output
     assert "loss {:.7g} {:.7g} equal to the bit".format(*found.losses) in output

@@ -202,7 +202,7 @@ from hf_memsave.integrations.hooks import _WhenImported
 assert not {"torch", "transformers", "peft"} & set(sys.modules)
 def waiting():
     return sorted(f.name for f in sys.meta_path if isinstance(f, _WhenImported))
-own = ["peft.peft_model", "peft.tuners.tuners_utils"]
+own = ["peft.mixed_model", "peft.peft_model", "peft.tuners.tuners_utils"]
 own += [f"transformers.{name}" for name in ("modeling_utils", "trainer", "training_args", "training_args_seq2seq")]
 own += ["trl.trainer.sft_config"]
 """

@@ -61,6 +61,8 @@ def test_the_modules_of_later_blocks_are_left_to_stock_and_no_other(family):
         with pytest.raises(PatchError, match=rf"\['{kind}'\]: expected at most {len(numbers)} blocks, as .* got 99"):
             patch(model, {"layers": {kind: 99}}, replace=True)
     assert quiet(patch(model, replace=True)) == set()
+    block = model.get_submodule(next(iter(numbers)))
+    assert patch(block, {"layers": {"norm": 99}}, replace=True).config.layers  # a part, of a model that has as many
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)

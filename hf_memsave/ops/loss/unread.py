@@ -163,6 +163,13 @@ def unread_logits(call: HeadCall, hidden: Tensor, dtype: torch.dtype) -> Unread:
 
 
 @contextlib.contextmanager
+def _evaluating() -> Iterator[None]:
+    """Turn off autograd, autocast and function modes while values are computed."""
+    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
+        yield
+
+
+@contextlib.contextmanager
 def _geometry() -> Iterator[None]:
     """Turn off autograd and all modes while functions are called with meta tensors, or with the numbers of rows."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -180,7 +187,7 @@ def _bare(a: Any) -> Any:
 
 
 def _read(hidden: Tensor, call: HeadCall, cell: Cell) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
+    with _evaluating():
         call.check(hidden)
         logits = call.logits(hidden.detach()).reshape(-1, call.words)
         if not cell.place.rows.size:
@@ -357,7 +364,7 @@ def _reduced(x: Unread, func: Any, dim: Any = None, *args: Any, **kwargs: Any) -
         return NotImplemented
     keeps = is_gather or bool(args[0] if args else kwargs.pop("keepdim", False))
     index = args[0].movedim(place.dim, -1).reshape(place.rows.size, -1) if is_gather else None
-    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
+    with _evaluating():
         call.check(x.hidden)
         flat = x.hidden.detach().reshape(call.count, -1)
         step = chunked_loss.rows_of_chunk(call.words * _wide(x.dtype).itemsize * (2 + node.size), flat)
