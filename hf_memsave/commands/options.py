@@ -44,18 +44,18 @@ def step_in_words(args: argparse.Namespace, result: Estimate) -> str:
     depth = f"{counted(' + '.join(map(str, result.depth.values())), 'layer')}, " if result.depth else ""
     is_text = depth and not getattr(args, "batch", None)
     batch = f"{args.batch_size} x {counted(args.seq_len, 'token')}" if is_text else shapes(result.step.inputs)
-    dtype = f"{args.autocast} autocast, fp32 weights" if args.autocast else args.dtype or "bf16"
-    return f"{result.step.model}, {depth}batch {batch}, {dtype}"
+    return f"{result.step.model}, {depth}batch {batch}, {_dtype_in_words(args)}"
+
+
+def _dtype_in_words(args: argparse.Namespace) -> str:
+    return f"{args.autocast} autocast, fp32 weights" if args.autocast else args.dtype or "bf16"
 
 
 def setting_in_words(args: argparse.Namespace, step: str = "") -> str:
     """Describe a step with its optimizer and what it trains: "batch 2 x 512 tokens, bf16, adamw, all parameters"."""
-    dtype = args.autocast or args.dtype or "bf16"
-    step = step or f"batch {args.batch_size} x {counted(args.seq_len, 'token')}, {dtype}"
+    step = step or f"batch {args.batch_size} x {counted(args.seq_len, 'token')}, {_dtype_in_words(args)}"
     trained = f"LoRA ({args.lora})" if args.lora else "all parameters"
-    return ", ".join(
-        [f"{name_of(args.model)}: {step}", args.optimizer, trained, *[args.quantized] * bool(args.quantized)]
-    )
+    return ", ".join([f"{name_of(args.model)}: {step}", args.optimizer, trained, *filter(None, [args.quantized])])
 
 
 def name_of(model: str) -> str:

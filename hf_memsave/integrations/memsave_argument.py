@@ -1,10 +1,10 @@
 """``memsave=`` on ``from_pretrained`` and ``from_config``, on every trainer, and in PEFT's configs.
 
 Every way of loading a model ends in one of two class methods of ``PreTrainedModel``, which are wrapped. In PEFT
-``from_pretrained`` is, and ``BaseTuner.inject_adapter``, which has both model and config; ``load_adapter`` and
-``TrainingArguments`` say where the argument goes.
-``Trainer.__init__`` is wrapped, and so is the ``__init__`` of each subclass, defined before or later, unless it names
-the argument: it may list all that it takes, as TRL's do, or drop other keywords.
+``from_pretrained`` is, and ``BaseTuner.inject_adapter``, which has both model and config. ``Trainer.__init__`` is
+wrapped, and so is the ``__init__`` of each subclass, defined before or later, unless it names the argument: it may list
+all that it takes, as TRL's do, or drop other keywords. PEFT's ``load_adapter`` and ``TrainingArguments`` say where the
+argument goes.
 """
 
 from __future__ import annotations

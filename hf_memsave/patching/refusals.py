@@ -29,12 +29,8 @@ def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool =
     if config.checkpoint is not None:
         refuse_zero3(model, config.checkpoint)
         _refuse_no_rung(found.sites, config, model)
-    is_whole = any(isinstance(module, PreTrainedModel) for module in model.modules()) and not is_measuring()
-    count = len(block_numbers(model)) if is_whole else 0  # of a part, or of fewer layers, a plan is for more
-    for kind, number in dict(config.layers or ()).items():
-        if number > count > 0:
-            expected = f"at most {counted(count, 'block')}, as {type(model).__name__} has"
-            raise PatchError(f"layers[{kind!r}]: expected {expected}, got {number}. Leave it out for all blocks.")
+    if config.layers and not is_measuring():  # which may be of fewer layers than a plan is for
+        _refuse_more_blocks(model, dict(config.layers))
     if config.linear is not None:
         _refuse_unsampled(found.sites, config.linear, model)
     _refuse_nothing(model)
@@ -46,6 +42,16 @@ def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool =
                 f"this {type(module).__name__} is patched with {_short(other)}, got {_short(config)}: expected the "
                 "same again. Call hf_memsave.unpatch(model) first, or hf_memsave.patch(model, ..., replace=True)."
             )
+
+
+def _refuse_more_blocks(model: nn.Module, layers: dict[str, float]) -> None:
+    """Raise if a limit is above the number of blocks, unless ``model`` is a part, of a model that may have as many."""
+    is_whole = any(isinstance(module, PreTrainedModel) for module in model.modules())
+    count = len(block_numbers(model)) if is_whole else 0
+    for kind, number in layers.items():
+        if number > count > 0:
+            expected = f"at most {counted(count, 'block')}, as {type(model).__name__} has"
+            raise PatchError(f"layers[{kind!r}]: expected {expected}, got {number}. Leave it out for all blocks.")
 
 
 def _names_in(model: nn.Module, paths: tuple[str, ...]) -> list[str]:

@@ -263,3 +263,11 @@ def test_doctor_lists_the_sites_that_patch_finds_and_those_a_preset_leaves(model
     assert blocks == config["num_hidden_layers"]
     assert f"1 model and {blocks} repeated blocks covered, {others} patched, 0 skipped." in text
     assert norm == "recompute" or ["7", "quiet", "LayerNorm"] in [line[-3:] for line in lines]
+
+
+def test_a_step_is_described_as_it_was_asked_for():
+    given = Namespace(model="bert", batch_size=4, seq_len=256, dtype=None, optimizer="sgd", autocast="bf16")
+    given.lora, given.quantized = Lora(r=8), "nf4"
+    said = options.setting_in_words(given)
+    assert said.startswith("bert: batch 4 x 256 tokens, bf16 autocast, fp32 weights, sgd, LoRA (r 8, ")
+    assert said.endswith("), nf4")
